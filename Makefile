@@ -1,0 +1,29 @@
+# Everything a fresh machine needs: `make train` and `make test` create .venv by themselves.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+
+.PHONY: help train test check clean
+
+help:                 ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(VENV)/installed    ## the main job: PPO plans Llama-3 8B on 8 A100-40 + 16 V100-16
+	$(RUN) -m haap_rl.train +search=ppo
+
+test: $(VENV)/installed     ## the test suite (no network, no GPU, under five minutes on two cores)
+	$(RUN) -m pytest -q -n 2
+
+check: $(VENV)/installed    ## formatter, linter, types, tests: run before every push
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q -n 2
+
+clean:                ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,134 @@
+"""The 1F1B pipeline schedule on unequal stages: exact recurrence, lower bound, safe upper bound.
+
+p stages, m micro-batches. Stage i takes forward[i] and backward[i] seconds per micro-batch; send_forward[i] seconds
+carry activations from i to i+1 and send_backward[i] carry gradients from i+1 to i (p-1 values each). Sends delay the
+receiver; they never queue. What a send also costs the two stages it joins must already be in their times.
+
+Schedule: Narayanan et al. 2021 (arXiv 2104.04473), non-interleaved: w_i = min(p-1-i, m-1) warm-up forwards that run
+ahead, then one forward and one backward in turn, then the remaining backwards. At most min(p-i, m) micro-batches are
+in flight on stage i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Times = Sequence[float]
+
+
+class Slot(NamedTuple):
+    """One operation of the schedule, in seconds from the start of the iteration."""
+
+    stage: int
+    microbatch: int
+    is_forward: bool
+    start_s: float
+    end_s: float
+
+
+def in_flight(num_stages: int, stage: int, num_microbatches: int) -> int:
+    """Micro-batches whose activations `stage` holds at its peak."""
+    return min(num_stages - stage, num_microbatches)
+
+
+def stage_ends_s(
+    forward: Times,
+    backward: Times,
+    send_forward: Times,
+    send_backward: Times,
+    m: int,
+    slots: list[Slot] | None = None,
+) -> list[float]:
+    """Seconds at which each stage ends its last backward, shape (p,); element 0 is the pipeline's makespan.
+
+    Event-exact in p m steps without an event queue. Give forward F(i, k) the time step k - (p-1-i) and backward
+    B(i, k) the step k. Step by step, forwards before backwards and late stages first, every operation comes after all
+    it waits for: F(i, k) after F(i-1, k), one step earlier; B(i, k) after B(i+1, k), same step, later stage. Within a
+    stage that order *is* the 1F1B order. `slots`, if given, receives every operation (for drawing).
+    """
+    last = len(forward) - 1
+    free = [0.0] * (last + 1)  # when stage i ends its latest operation
+    sent = [0.0] * (last + 1)  # when stage i ended its latest forward
+    for step in range(-last, m):
+        # late stages first: sent[i-1] must still belong to the previous step, i.e. to the same micro-batch
+        for i in range(min(last, last + step), max(-1, last + step - m), -1):
+            start = free[i]
+            if i:
+                arrival = sent[i - 1] + send_forward[i - 1]
+                if arrival > start:
+                    start = arrival
+            free[i] = sent[i] = start + forward[i]
+            if slots is not None:
+                slots.append(Slot(i, step + last - i, True, start, free[i]))
+        if step < 0:
+            continue
+        for i in range(last, -1, -1):
+            start = free[i]
+            if i < last:
+                arrival = free[i + 1] + send_backward[i]  # free[i+1] is the end of B(i+1, step), computed just before
+                if arrival > start:
+                    start = arrival
+            free[i] = start + backward[i]
+            if slots is not None:
+                slots.append(Slot(i, step, False, start, free[i]))
+    return free
+
+
+def lower_bound_s(forward: Times, backward: Times, send_forward: Times, send_backward: Times, m: int) -> float:
+    """Path bound on the makespan in seconds, O(p): never above the exact one.
+
+    S = one micro-batch alone, down and up. Two paths through the event graph for every stage i:
+      round trip through the stages before i, then all of stage i's work:  pre_i + m (f_i + b_i)
+      the path leaves stage i once:  S + (m-1) max(f_i, b_i) + (m-1-w_i) min(f_i, b_i)
+    """
+    p = len(forward)
+    lone = sum(forward) + sum(backward) + sum(send_forward) + sum(send_backward)
+    best, before = lone, 0.0
+    for i in range(p):
+        long, short = max(forward[i], backward[i]), min(forward[i], backward[i])
+        ahead = min(p - 1 - i, m - 1)
+        best = max(best, before + m * (long + short), lone + (m - 1) * long + (m - 1 - ahead) * short)
+        if i < p - 1:
+            before += forward[i] + backward[i] + send_forward[i] + send_backward[i]
+    return best
+
+
+def steady_period_s(forward: Times, backward: Times, send_forward: Times, send_backward: Times) -> float:
+    """Seconds per micro-batch in the steady state, O(p^2): the maximum mean segment lambda.
+
+    lambda = max over i <= j of [sum_{k=i..j} (f_k + b_k) + sum_{k=i..j-1} (send_fwd_k + send_bwd_k)] / (j - i + 1)
+
+    A micro-batch occupies that round trip, while the 1F1B order lets stage i run only j - i + 1 micro-batches ahead
+    meanwhile: the maximum cycle ratio of the schedule's event graph.
+    """
+    p, period = len(forward), 0.0
+    for i in range(p):
+        round_trip = 0.0
+        for j in range(i, p):
+            round_trip += forward[j] + backward[j]
+            period = max(period, round_trip / (j - i + 1))
+            if j < p - 1:
+                round_trip += send_forward[j] + send_backward[j]
+    return period
+
+
+def upper_bound_s(forward: Times, backward: Times, send_forward: Times, send_backward: Times, m: int) -> float:
+    """Upper bound on the makespan in seconds, O(p^2): never below the exact one.
+
+    max over j of  S_{0..j} + (m-1-w_j) lambda + w_j (max f + max b)
+
+    S_{0..j} is the round trip through stages 0..j. The critical path is one simple trip 0 -> j -> 0, steady-state
+    cycles (at most lambda per micro-batch) and w_j repeats each of a warm-up forward and a drain backward.
+    """
+    p = len(forward)
+    period = steady_period_s(forward, backward, send_forward, send_backward)
+    repeat = max(forward) + max(backward)
+    best, trip = 0.0, 0.0
+    for j in range(p):
+        trip += forward[j] + backward[j]
+        ahead = min(p - 1 - j, m - 1)
+        best = max(best, trip + (m - 1 - ahead) * period + ahead * repeat)
+        if j < p - 1:
+            trip += send_forward[j] + send_backward[j]
+    return best

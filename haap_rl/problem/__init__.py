@@ -1,0 +1,1 @@
+"""WHAT: the cluster, the model, the problem and the plan. Frozen data; no time, no randomness."""
