@@ -1,0 +1,230 @@
+"""Memory-aware initialisation (idea 1 of the paper): draw only plans that fit, and count exactly what that prunes.
+
+Stages are drawn from the last to the first, because the stage s-th from the end holds min(s, m) micro-batches in
+flight: its memory is then known when it is chosen. A table of the most layers that the devices left could still hold
+(`Room`) makes every partial plan completable, so a draw never fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from haap_rl.cost.estimator import Estimator
+from haap_rl.problem.cluster import GIB
+from haap_rl.problem.plan import Problem
+from haap_rl.space.options import FIRST, LAST, Option, SpaceSpec, Tables, stage_options
+
+MOST_STATES = 300_000  # of "devices left per group", beyond which devices are counted in coarser units
+MOST_COUNTED = 20_000_000  # states x layers, beyond which plans are not counted
+IMPOSSIBLE = -(10**9)
+
+
+class Room:
+    """The most layers that stages s, s+1, ... (counted from the pipeline's end) can hold, by devices left.
+
+    Exact, unless the cluster is so large that devices are counted in units of `unit` > 1 per group; it is then
+    pessimistic: a completable partial plan may be missed, a dead end never is.
+    """
+
+    def __init__(self, options: Sequence[Option], tables: Tables, num_devices: Sequence[int]) -> None:
+        self.tables = tables
+        unit = 1
+        while np.prod([n // unit + 1.0 for n in num_devices]) > MOST_STATES:
+            unit *= 2
+        self._unit = unit
+        shape = tuple(n // unit + 1 for n in num_devices)
+        strides = np.array([int(np.prod(shape[d + 1 :])) for d in range(len(shape))], np.int64)
+        self.group = np.array([option.group for option in options], np.int64)
+        self.devices = np.array([option.num_devices for option in options], np.int64)
+        units_needed = -(-self.devices // unit)
+        self._step = units_needed * strides[self.group]
+        self._units_needed = units_needed
+        self._strides = strides
+        self.num_devices = np.array(num_devices, np.int64)
+        # room[s, devices left]; s = 0 is not used and S + 1 is "no stage left"
+        most = tables.max_stages
+        self._room = np.full((most + 2, *shape), IMPOSSIBLE, np.int64)
+        shapes = sorted({(int(g), int(n)) for g, n in zip(self.group, units_needed, strict=True)})
+        for s in range(most, 0, -1):
+            last = LAST if s == 1 else 0
+            room, after = self._room[s], self._room[s + 1]
+            for d, n in shapes:
+                mine = (self.group == d) & (units_needed == n)
+                front = int(tables.max_layers[mine, FIRST | last, s].max())
+                inner = int(tables.max_layers[mine, last, s].max())
+                enough = tuple(slice(n, None) if axis == d else slice(None) for axis in range(len(shape)))
+                left = tuple(slice(None, size - n) if a == d else slice(None) for a, size in enumerate(shape))
+                if n >= shape[d]:
+                    continue
+                if front > 0:
+                    room[enough] = np.maximum(room[enough], front)
+                if inner > 0:
+                    room[enough] = np.maximum(room[enough], inner + after[left])
+        self._flat = self._room.reshape(most + 2, -1)
+
+    @property
+    def most_layers(self) -> int:
+        """The most layers that any plan can hold on the whole cluster; negative if not even one stage fits."""
+        return int(self._room[1].flat[-1])
+
+    def min_stages(self, num_layers: int) -> int:
+        """Least number of stages whose memory could hold the layers, devices aside: no plan has fewer."""
+        held = 0
+        for s in range(1, self.tables.max_stages + 1):
+            last = LAST if s == 1 else 0
+            if held + int(self.tables.max_layers[:, FIRST | last, s].max()) >= num_layers:
+                return s
+            held += int(self.tables.max_layers[:, last, s].max())
+        return self.tables.max_stages
+
+    def after(self, s: int, left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """(K,) most layers of stages s+1, s+2, ... once each option was taken with `left` devices per group."""
+        units_left = left // self._unit
+        index = int(units_left @ self._strides) - self._step
+        enough = units_left[self.group] >= self._units_needed
+        room: npt.NDArray[np.int64] = np.where(enough, self._flat[s + 1][np.where(enough, index, 0)], IMPOSSIBLE)
+        return room
+
+
+def draw_options(room: Room, num_layers: int, rng: np.random.Generator) -> tuple[int, ...]:
+    """Options of a random plan that fits, front to back; `room` must allow one.
+
+    The number of stages aimed at is uniform between the least that memory allows and the most; then, from the last
+    stage to the first, options are uniform among those with which the plan can still be completed.
+    """
+    tables = room.tables
+    aim = int(rng.integers(room.min_stages(num_layers), tables.max_stages + 1))
+    left = room.num_devices.copy()
+    held, chosen = 0, []
+    for s in range(1, tables.max_stages + 1):
+        last = LAST if s == 1 else 0
+        inner, front = tables.max_layers[:, last, s], tables.max_layers[:, FIRST | last, s]
+        has_devices = left[room.group] >= room.devices
+        ends = has_devices & (front > 0) & (held + front >= num_layers)
+        goes_on = has_devices & (inner > 0) & (held + inner + room.after(s, left) >= num_layers) & (s < num_layers)
+        wanted, other = (ends, goes_on) if s >= aim else (goes_on, ends)
+        legal = wanted if wanted.any() else other
+        k = int(rng.choice(np.flatnonzero(legal)))
+        chosen.append(k)
+        if legal is ends:
+            break
+        left[room.group[k]] -= room.devices[k]
+        held += int(inner[k])
+    return tuple(reversed(chosen))
+
+
+# ------------------------------------------------------------------------ the pruning report
+@dataclass(frozen=True, slots=True)
+class PruningReport:
+    """How much of the space memory-aware initialisation never looks at; counts are exact up to float64."""
+
+    options: int  # option x micro-batch-count pairs that are legal
+    options_that_fit: int  # of those, the ones that hold a layer with one micro-batch in flight
+    plans: float | None  # legal plans of the space; None where there are too many states to count
+    plans_that_fit: float | None
+
+    @property
+    def factor(self) -> float | None:
+        """Legal plans per plan that fits."""
+        return self.plans / self.plans_that_fit if self.plans and self.plans_that_fit else None
+
+
+def pruning_report(problem: Problem, spec: SpaceSpec) -> PruningReport:
+    """Count the declared space and its memory-feasible part, whatever the ablation switches say."""
+    options = stage_options(problem, spec)
+    estimator = Estimator(problem)
+    num_devices = tuple(group.num_devices for group in problem.cluster.groups)
+    legal = fitting = 0
+    plans: float | None = 0.0
+    plans_that_fit: float | None = 0.0
+    if np.prod([n + 1.0 for n in num_devices]) * problem.model.num_layers > MOST_COUNTED:
+        plans = plans_that_fit = None
+    for m in spec.num_microbatches:
+        if problem.global_batch_size % m:
+            continue
+        free = Tables(problem, spec, options, estimator, m, memory=False)
+        free.max_layers[np.isinf(free.forward_s[:, 1])] = 0  # the micro-batch cannot be divided
+        tight = Tables(problem, spec, options, estimator, m, memory=True)
+        legal += int((free.max_layers[:, 0, 1] > 0).sum())
+        fitting += int((tight.max_layers[:, 0, 1] > 0).sum())
+        if plans is not None and plans_that_fit is not None:
+            plans += count_plans(options, free, num_devices, problem.model.num_layers)
+            plans_that_fit += count_plans(options, tight, num_devices, problem.model.num_layers)
+    return PruningReport(legal, fitting, plans, plans_that_fit)
+
+
+def count_plans(options: Sequence[Option], tables: Tables, num_devices: Sequence[int], num_layers: int) -> float:
+    """Number of plans (options and layers of every stage) within `tables.max_layers`, by convolution.
+
+    State: layers placed and devices used per group, stage after stage from the pipeline's end.
+    """
+    shape = tuple(n + 1 for n in num_devices)
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for k, option in enumerate(options):
+        kinds.setdefault((option.group, option.num_devices), []).append(k)
+    counts = np.arange(num_layers + 1)
+    ways = np.zeros((num_layers + 1, *shape))  # unfinished plans of s - 1 stages
+    ways[(0,) * ways.ndim] = 1.0
+    total = 0.0
+    for s in range(1, tables.max_stages + 1):
+        last = LAST if s == 1 else 0
+        longer = np.zeros_like(ways)
+        for (d, n), members in kinds.items():
+            before = tuple(slice(None, size - n) if a == d else slice(None) for a, size in enumerate(shape))
+            after = tuple(slice(n, None) if a == d else slice(None) for a in range(len(shape)))
+            room = ways[(slice(None), *before)]
+            for position, finished in ((FIRST | last, True), (last, False)):
+                caps = tables.max_layers[members, position, s]
+                fitting = (counts[None, 1:] <= caps[:, None]).sum(0)  # options that can hold 1, 2, ... layers
+                if finished:  # the layers placed so far plus these are all of them
+                    placed = room[:-1].reshape(num_layers, -1).sum(1)
+                    total += float(placed[::-1] @ fitting)
+                    continue
+                for layers in np.flatnonzero(fitting) + 1:
+                    longer[(slice(layers, None), *after)] += fitting[layers - 1] * room[: num_layers + 1 - layers]
+        ways = longer
+    return total
+
+
+# --------------------------------------------------------------------------- nothing fits
+def no_plan_fits(problem: Problem, spec: SpaceSpec, options: Sequence[Option], estimator: Estimator) -> str:
+    """One line: per device type the least a device must hold and what it has, and what would make a plan fit."""
+    model = problem.model
+    parts = []
+    for index, group in enumerate(problem.cluster.groups):
+        least = min(
+            _least_bytes(spec, option, problem.global_batch_size // m, estimator)
+            for m in spec.num_microbatches
+            if problem.global_batch_size % m == 0
+            for option in options
+            if option.group == index and problem.global_batch_size // m % option.dp == 0
+        )
+        has = estimator.usable_bytes(index)
+        parts.append(f"{group.device.name} must hold at least {least / GIB:.2f} GiB and has {has / GIB:.2f} GiB usable")
+    value = estimator.unit_memory("layer", 1, 1, 1, "none", spec.zero_stage, True)
+    state_per_parameter = (value.weights + value.gradients + value.optimizer) / value.parameters
+    state = model.num_parameters * state_per_parameter
+    cluster = sum(group.num_devices * estimator.usable_bytes(i) for i, group in enumerate(problem.cluster.groups))
+    if state > cluster:
+        way_out = f"add devices (at least {(state - cluster) / GIB:.1f} GiB more) or train a smaller model"
+    else:
+        way_out = (
+            "add devices, shorten problem.seq_len, raise problem.global_batch_size / space.num_microbatches, "
+            "space.max_tp or space.max_stages, or allow recompute 'full'"
+        )
+    return (
+        f"no plan of the space fits model {model.name!r} on cluster {problem.cluster.name!r}: for one layer, "
+        f"{'; '.join(parts)}; weights, gradients and optimiser of the whole model take {state / GIB:.1f} GiB, the "
+        f"cluster has {cluster / GIB:.1f} GiB usable; {way_out}"
+    )
+
+
+def _least_bytes(spec: SpaceSpec, option: Option, samples: int, estimator: Estimator) -> int:
+    """Bytes of a stage of one layer with one micro-batch in flight."""
+    size = samples // option.dp
+    part = estimator.unit_memory("layer", option.tp, option.dp, size, option.recompute, spec.zero_stage, True)
+    return part.weights + part.gradients + part.optimizer + part.activation + part.working
