@@ -100,28 +100,37 @@ def relief(space: Space, genome: Genome, stage: int) -> Iterator[Genome]:
             seen.add(candidate)
             yield candidate
 
-    def decoded(changed: tuple[int, ...], microbatches: int = m) -> Iterator[Genome]:
-        if space.holds(microbatches, changed):
-            yield from fresh(space.decode(microbatches, changed))
+    def shapes(others: tuple[int, ...], k: int) -> Iterator[Genome]:
+        """The stage on option k's shape, the lightest recomputation first, none heavier than memory asks for."""
+        for mode in RECOMPUTE_MODES:
+            heavier = space.option_index.get(space.options[k]._replace(recompute=mode))
+            if heavier is None:
+                continue
+            changed = (*others[:stage], heavier, *others[stage + 1 :])
+            if space.holds(m, changed):
+                candidate = space.decode(m, changed)
+                yield from fresh(candidate)
+                if candidate is not None and candidate.layers[stage] < space.tables(m).caps(changed)[stage]:
+                    return
 
     yield from fresh(space.decode(m, options))
-    for k in range(len(space.options)):
-        changed = (*options[:stage], k, *options[stage + 1 :])
-        yield from decoded(changed)
-        left = space.devices_left(changed)
-        group = space.options[k].group
-        if left[group] < 0:  # halve another stage of that group to make room
-            for j in range(p):
-                other = space.options[changed[j]]
-                if j != stage and other.group == group:
-                    smaller = _scaled(space, other, tp_factor=0.5) if other.dp == 1 else _scaled(space, other, 1, 0.5)
+    for k, option in enumerate(space.options):
+        if option.recompute != space.spec.recompute[0]:
+            continue
+        yield from shapes(options, k)
+        if space.devices_left((*options[:stage], k, *options[stage + 1 :]))[option.group] < 0:
+            for j in range(p):  # halve another stage of that group to make room
+                other = space.options[options[j]]
+                if j != stage and other.group == option.group:
+                    smaller = _scaled(space, other, 0.5) if other.dp == 1 else _scaled(space, other, 1, 0.5)
                     if smaller is not None:
-                        yield from decoded((*changed[:j], smaller, *changed[j + 1 :]))
+                        yield from shapes((*options[:j], smaller, *options[j + 1 :]), k)
     for j in range(p):
         if j != stage:
             exchanged = list(options)
             exchanged[stage], exchanged[j] = options[j], options[stage]
-            yield from decoded(tuple(exchanged))
+            if space.holds(m, tuple(exchanged)):
+                yield from fresh(space.decode(m, tuple(exchanged)))
             yield from fresh(_shift(space, genome, stage, j))
     structural = [Move("split", stage), Move("remove", stage), Move("merge", stage), Move("merge", stage - 1)]
     structural += [Move("insert", j, group) for j in (stage - 1, stage) for group in range(len(space.num_devices))]

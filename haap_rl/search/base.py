@@ -1,0 +1,269 @@
+"""The contract of every searcher: one objective that counts, times, remembers the best and stops.
+
+    result = run_search(AutoHAAP(), problem, Budget(evaluations=10_000), seed=0)
+
+A searcher takes (problem, objective, rng) and proposes plans with `objective(plan)` until it returns or
+`BudgetExhausted` passes through it. It holds no clock, counter, log, best-so-far or global randomness.
+
+An evaluation is any candidate whose iteration time is computed: what-ifs and plans that do not fit included. Looking
+into memory tables and at single stages is not one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from haap_rl.cost.estimator import Estimate, Estimator
+from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int
+from haap_rl.problem.plan import Plan, Problem
+from haap_rl.space.bound import lower_bound
+from haap_rl.space.initial import PruningReport, no_plan_fits, pruning_report
+from haap_rl.space.options import SpaceSpec
+from haap_rl.space.space import Space
+
+
+class BudgetExhausted(Exception):
+    """Raised by the objective when the budget is spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a search may use. `seconds` is checked between evaluations; None = no limit (and reproducible)."""
+
+    evaluations: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.evaluations is not None:
+            object.__setattr__(self, "evaluations", positive_int("budget", "evaluations", self.evaluations))
+        if self.seconds is not None:
+            object.__setattr__(self, "seconds", positive_float("budget", "seconds", self.seconds))
+        if self.evaluations is None and self.seconds is None:
+            raise InputError("budget: neither evaluations nor seconds is given; set budget.evaluations=10000")
+
+
+@dataclass(frozen=True, slots=True)
+class TracePoint:
+    """State of a search when its best improved, and at its end."""
+
+    evaluations: int
+    best_iteration_time_s: float | None  # None until a plan fits
+    operator_evaluations: int
+    operator_evaluations_avoided: int  # against an estimator without any memo
+    seconds: float = field(compare=False)  # the only field in which two runs of one seed differ
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search found, and what it took. plan and estimate are None if nothing fits; `reason` then says why.
+
+    operator_evaluations            operator latencies computed, tables included
+    operator_evaluations_avoided    fewer than without any memo
+    operator_evaluations_avoided_per_plan   fewer than pricing each distinct operator once per plan
+    lower_bound_s                   no plan of the declared space is faster (inf if none fits)
+    """
+
+    plan: Plan | None
+    estimate: Estimate | None
+    trace: tuple[TracePoint, ...]
+    evaluations: int
+    operator_evaluations: int
+    operator_evaluations_avoided: int
+    operator_evaluations_avoided_per_plan: int
+    wall_time_s: float = field(compare=False)
+    lower_bound_s: float
+    proven_optimal: bool
+    stopped_by: str  # "budget", "finished", "interrupted" or "infeasible"
+    reason: str
+    seed: int
+    pruning: PruningReport
+
+    @property
+    def gap_to_lower_bound(self) -> float | None:
+        """Iteration time / bound - 1, a fraction; None without a plan or a bound."""
+        if self.estimate is None or self.lower_bound_s <= 0:
+            return None
+        return self.estimate.iteration_s / self.lower_bound_s - 1
+
+
+Progress = Callable[["Objective", Estimate], None]
+
+
+class Objective:
+    """The only scorer: `objective(plan)`, or `objective.many(plans)` for a batch.
+
+    space       the declared space, bound to the problem and to this objective's estimator
+    remaining   evaluations left, for schedules (a temperature, PPO's rollout length), never for stopping
+    best        (plan, estimate) of the best so far, or None
+    Without arguments beyond the problem it is unlimited, for interactive use and environments of their own.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget | None = None,
+        space: SpaceSpec | None = None,
+        cached: bool = True,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self.problem, self.budget = problem, budget
+        self.estimator = Estimator(problem, cached)
+        self.space = Space(problem, space or SpaceSpec(), self.estimator)
+        self.evaluations = 0
+        self.best: tuple[Plan, Estimate] | None = None
+        self.trace: list[TracePoint] = []
+        self._on_progress = on_progress
+        self._started = time.perf_counter()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Objective:
+        """Itself: Gymnasium deep-copies the arguments of `make`, and a copy would count apart."""
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds since the search began."""
+        return time.perf_counter() - self._started
+
+    @property
+    def remaining(self) -> int | None:
+        """Evaluations left, or None where they are not limited."""
+        if self.budget is None or self.budget.evaluations is None:
+            return None
+        return self.budget.evaluations - self.evaluations
+
+    def rank(self, estimate: Estimate) -> tuple[bool, int, float]:
+        """The order of plans that every searcher uses; smaller is better."""
+        return estimate.rank
+
+    def __call__(self, plan: Plan) -> Estimate:
+        """The estimate of `plan`, counted. Raises BudgetExhausted instead if the budget is spent."""
+        remaining = self.remaining
+        if remaining is not None and remaining <= 0:
+            raise BudgetExhausted
+        if self.budget is not None and self.budget.seconds is not None and self.seconds > self.budget.seconds:
+            raise BudgetExhausted
+        estimate = self.estimator(plan)
+        self.evaluations += 1
+        if self.best is None or self.rank(estimate) < self.rank(self.best[1]):
+            self.best = plan, estimate
+            self.record()
+        if self._on_progress is not None:
+            self._on_progress(self, estimate)
+        return estimate
+
+    def many(self, plans: Sequence[Plan]) -> list[Estimate]:
+        """Estimates of a batch, counted one by one."""
+        return [self(plan) for plan in plans]
+
+    def record(self) -> None:
+        """Append the present state to the trace."""
+        estimator = self.estimator
+        best_s = self.best[1].iteration_s if self.best is not None and self.best[1].fits else None
+        self.trace.append(
+            TracePoint(
+                self.evaluations,
+                best_s,
+                estimator.operators_computed,
+                max(0, estimator.operators_requested - estimator.operators_computed),
+                self.seconds,
+            )
+        )
+
+
+class Searcher(Protocol):
+    """Proposes plans to `objective` until it returns or BudgetExhausted passes through it.
+
+    All randomness comes from `rng`. Returning True claims that the best plan is a proven optimum of the space.
+    """
+
+    def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> bool | None: ...
+
+
+def run_search(
+    searcher: Searcher,
+    problem: Problem,
+    budget: Budget,
+    seed: int = 0,
+    space: SpaceSpec | None = None,
+    on_progress: Progress | None = None,
+    cached: bool = True,
+) -> SearchResult:
+    """Run one searcher on one problem; the seed enters here and nowhere else.
+
+    on_progress: called after every evaluation with (objective, estimate). cached: the estimator's memo (idea 3 of
+    the paper); results do not depend on it. Ctrl-C ends the search with the best plan so far.
+    """
+    spec = space or SpaceSpec()
+    bound = lower_bound(problem, spec)
+    pruning = pruning_report(problem, spec)
+    objective = Objective(problem, budget, spec, cached, on_progress)
+    proven, stopped_by, reason = False, "finished", ""
+    if bound.seconds == np.inf:
+        stopped_by = "infeasible"
+        reason = no_plan_fits(problem, spec, objective.space.options, objective.estimator)
+    else:
+        try:
+            proven = bool(searcher.search(problem, objective, np.random.default_rng(seed)))
+        except BudgetExhausted:
+            stopped_by = "budget"
+        except KeyboardInterrupt:
+            stopped_by = "interrupted"
+    objective.record()
+    best = objective.best
+    if best is not None and not best[1].fits:
+        reason = f"no plan that was tried fits; the closest misses {best[1].bytes_missing / 2**30:.2f} GiB per device"
+        best = None
+    if best is None and not reason:
+        reason = "the search ended before it tried a plan"
+    estimator = objective.estimator
+    return SearchResult(
+        plan=best[0] if best else None,
+        estimate=best[1] if best else None,
+        trace=tuple(objective.trace),
+        evaluations=objective.evaluations,
+        operator_evaluations=estimator.operators_computed,
+        operator_evaluations_avoided=objective.trace[-1].operator_evaluations_avoided,
+        operator_evaluations_avoided_per_plan=max(0, estimator.operators_distinct - estimator.operators_computed),
+        wall_time_s=objective.trace[-1].seconds,
+        lower_bound_s=bound.seconds,
+        proven_optimal=proven,
+        stopped_by=stopped_by,
+        reason=reason,
+        seed=seed,
+        pruning=pruning,
+    )
+
+
+def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Searcher:
+    """The searcher of the module `haap_rl.search.<name>`, built with `parameters`; the module is imported only now.
+
+    Raises InputError for an unknown name, a missing or an unknown parameter.
+    """
+    if not name.isidentifier() or name in ("base", "__init__"):
+        raise InputError(f"search={name!r} is not a searcher; see conf/search/ for the choices")
+    try:
+        module = importlib.import_module(f"haap_rl.search.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"haap_rl.search.{name}":
+            raise
+        raise InputError(f"search={name!r} is not known; see conf/search/ for the choices") from None
+    found = [
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__ and hasattr(kind, "search")
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{module.__name__} must define exactly one class with a search method, it has {len(found)}")
+    searcher_class: Any = found[0]
+    if parameters is not None:
+        known = list(inspect.signature(searcher_class).parameters)
+        check_keys(f"search={name}", parameters, known)
+    searcher: Searcher = searcher_class(**(parameters or {}))
+    return searcher

@@ -1,0 +1,16 @@
+"""Random search: independent draws of the memory-aware initialisation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from haap_rl.problem.plan import Problem
+from haap_rl.search.base import Objective
+
+
+class RandomSearch:
+    """Draws plans that fit and forgets them: the baseline that every other searcher must beat."""
+
+    def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
+        while True:
+            objective(objective.space.plan(objective.space.draw(rng)))
