@@ -10,9 +10,11 @@ memo the same functions run for every unit of every stage of every plan; results
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from haap_rl.cost import comm, compute, memory, schedule
@@ -616,3 +618,11 @@ def stage_units(first: bool, last: bool, num_layers: int, tied_embeddings: bool)
 
 def _devices_per_node(replica: ReplicaKey) -> int:
     return -(-replica.tp * replica.dp // replica.num_nodes)
+
+
+def fingerprint(calibration: Calibration = DEFAULT) -> str:
+    """Short hash of the constants and of the code that turns a plan into seconds: equal = comparable figures."""
+    digest = hashlib.sha256(repr(calibration).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -11,10 +11,13 @@ into memory tables and at single stages is not one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import random
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,6 +105,7 @@ class Objective:
     space       the declared space, bound to the problem and to this objective's estimator
     remaining   evaluations left, for schedules (a temperature, PPO's rollout length), never for stopping
     best        (plan, estimate) of the best so far, or None
+    lower_bound_s   what no plan of the space can beat; 0 where it was not computed
     Without arguments beyond the problem it is unlimited, for interactive use and environments of their own.
     """
 
@@ -112,8 +116,9 @@ class Objective:
         space: SpaceSpec | None = None,
         cached: bool = True,
         on_progress: Progress | None = None,
+        lower_bound_s: float = 0.0,
     ) -> None:
-        self.problem, self.budget = problem, budget
+        self.problem, self.budget, self.lower_bound_s = problem, budget, lower_bound_s
         self.estimator = Estimator(problem, cached)
         self.space = Space(problem, space or SpaceSpec(), self.estimator)
         self.evaluations = 0
@@ -203,7 +208,7 @@ def run_search(
     spec = space or SpaceSpec()
     bound = lower_bound(problem, spec)
     pruning = pruning_report(problem, spec)
-    objective = Objective(problem, budget, spec, cached, on_progress)
+    objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds)
     proven, stopped_by, reason = False, "finished", ""
     if bound.seconds == np.inf:
         stopped_by = "infeasible"
@@ -244,7 +249,7 @@ def run_search(
 def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Searcher:
     """The searcher of the module `haap_rl.search.<name>`, built with `parameters`; the module is imported only now.
 
-    Raises InputError for an unknown name, a missing or an unknown parameter.
+    Raises InputError for an unknown name or parameter.
     """
     if not name.isidentifier() or name in ("base", "__init__"):
         raise InputError(f"search={name!r} is not a searcher; see conf/search/ for the choices")
@@ -264,6 +269,31 @@ def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Sea
     searcher_class: Any = found[0]
     if parameters is not None:
         known = list(inspect.signature(searcher_class).parameters)
-        check_keys(f"search={name}", parameters, known)
+        check_keys(f"search={name}", parameters, (), known)
     searcher: Searcher = searcher_class(**(parameters or {}))
     return searcher
+
+
+@contextlib.contextmanager
+def seeded_global_random(rng: np.random.Generator) -> Iterator[int]:
+    """Seed the global generators that libraries draw from (Python, numpy, torch if loaded) and restore them after.
+
+    Yields the seed. torch runs on one thread meanwhile: its sums must not depend on the machine's cores.
+    """
+    seed = int(rng.integers(2**31))
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - to be restored
+    torch = sys.modules.get("torch")
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - for libraries that use it
+    if torch is not None:
+        torch_state, threads = torch.get_rng_state(), torch.get_num_threads()
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+    try:
+        yield seed
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        if torch is not None:
+            torch.set_rng_state(torch_state)
+            torch.set_num_threads(threads)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator
-
 import numpy as np
 from deap import base, tools
 
 from haap_rl.problem.plan import Problem
-from haap_rl.search.base import Objective
+from haap_rl.search.base import Objective, seeded_global_random
 from haap_rl.space import moves
 from haap_rl.space.space import Genome, Space
 
@@ -103,14 +99,3 @@ def cross(space: Space, mother: Genome, father: Genome, rng: np.random.Generator
     if not child or not space.holds(mother.num_microbatches, child):
         return None
     return space.decode(mother.num_microbatches, child)
-
-
-@contextlib.contextmanager
-def seeded_global_random(rng: np.random.Generator) -> Iterator[None]:
-    """Seed Python's global `random`, from which DEAP draws, and put its state back afterwards."""
-    state = random.getstate()
-    random.seed(int(rng.integers(2**63)))
-    try:
-        yield
-    finally:
-        random.setstate(state)

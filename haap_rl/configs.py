@@ -1,0 +1,149 @@
+"""Command lines: the only module that imports Hydra. key=value in, one plain configuration per job out.
+
+Status: 0 good, 1 a search that found no plan that fits, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from haap_rl.problem.errors import InputError
+from haap_rl.problem.presets import conf_dir, names
+
+Config = dict[str, Any]
+Job = Callable[[Config, Path], int]
+
+
+def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
+    """Run `job(config, directory)` for each point that `arguments` describe; the exit status.
+
+    A bad point of a sweep is reported and the others run; the largest status counts.
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import DictConfig, OmegaConf
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
+    statuses = [0]
+
+    def one_point(composed: DictConfig) -> None:
+        directory = Path(HydraConfig.get().runtime.output_dir)
+        with reported(statuses):
+            config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            if not isinstance(config, dict):
+                raise TypeError("the composed configuration is not a mapping")
+            _check_search_name(config, HydraConfig.get().runtime.choices)
+            statuses.append(job({str(key): value for key, value in config.items()}, directory))
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # Hydra makes it beforehand; an empty one says nothing
+
+    main = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(one_point)
+    given, sys.argv = sys.argv, [f"haap_rl.{config_name}", *with_search_appended(arguments)]
+    try:
+        with reported(statuses):
+            main()
+    finally:
+        sys.argv = given
+    return max(statuses)
+
+
+def with_search_appended(arguments: Sequence[str]) -> list[str]:
+    """`search=ppo` as Hydra wants it, `+search=ppo`: the search is no default that could be overridden."""
+    return [f"+{argument}" if argument.startswith("search=") else argument for argument in arguments]
+
+
+def names_search(arguments: Sequence[str]) -> bool:
+    """Whether a command line chooses a search, or only asks Hydra for information."""
+    return any(re.match(r"\+{0,2}search=", a) or a in ("--help", "-h", "--cfg", "-c", "--info") for a in arguments) or (
+        any(a.startswith(("--cfg", "--info", "--hydra-help", "--version")) for a in arguments)
+    )
+
+
+@contextlib.contextmanager
+def reported(statuses: list[int]) -> Iterator[None]:
+    """Turn bad input into one line on standard error and status 2, and an interrupt into 130."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except InputError as error:
+        print(f"haap_rl: {error}", file=sys.stderr)
+        statuses.append(2)
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"haap_rl: {explain(error)}", file=sys.stderr)
+        statuses.append(2)
+    except KeyboardInterrupt:
+        print("haap_rl: interrupted before there was a plan", file=sys.stderr)
+        statuses.append(130)
+
+
+def explain(error: Exception) -> str:
+    """One line for an error of Hydra or OmegaConf: what is wrong and what is near."""
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    text = "\n".join(str(link) for link in chain)
+    if found := re.search(r"(?:Could not find|In '[^']*': Could not find) '(\w+)/([^']+)'", text):
+        group, name = found.groups()
+        return f"{group}={name} is not known; {_near(name, names(group), 'choices')}"
+    if found := re.search(r"Could not override '([^']+)'", text):
+        key = found[1]
+        group = key.split(".")[0]
+        if "No match in the defaults list" in text:
+            return f"{key} is not a key that can be set; {_near(key, _known_keys(), 'keys')}"
+        return f"unknown key {key!r}; {_near(key, [k for k in _known_keys() if '.' in k] or [group], 'keys')}"
+    if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
+        return f"{found[1]!r} is there already; write it without the '+'"
+    if found := re.search(r"Missing mandatory value: (\S+)", text):
+        return f"{found[1]} has no value; give {found[1]}=..."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return re.sub(r"\s+", " ", " ".join(lines[:2])) if lines else type(error).__name__
+
+
+def _near(word: str, known: Sequence[str], what: str) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(sorted(known))}"
+
+
+def _known_keys() -> list[str]:
+    """Every dotted key of `train.yaml` and the groups, without composing anything."""
+    import yaml
+
+    keys: list[str] = []
+
+    def walk(prefix: str, node: object) -> None:
+        if isinstance(node, dict):
+            for name, value in node.items():
+                if name not in ("source", "hydra", "defaults"):
+                    walk(f"{prefix}.{name}" if prefix else str(name), value)
+        elif isinstance(node, list) and any(isinstance(entry, dict) for entry in node):
+            for position, entry in enumerate(node):
+                walk(f"{prefix}.{position}", entry)
+        else:
+            keys.append(prefix)
+
+    root = Path(conf_dir())
+    walk("", yaml.safe_load((root / "train.yaml").read_text(encoding="utf-8")))
+    for path in sorted(root.glob("*/*.yaml")):
+        walk(path.parent.name, yaml.safe_load(path.read_text(encoding="utf-8")))
+    return sorted(set(keys))
+
+
+def _check_search_name(config: dict[Any, Any], choices: Any) -> None:
+    """`search.name` says which module runs; overriding it would run one search with another's settings."""
+    search = config.get("search")
+    if not isinstance(search, dict) or "name" not in search:
+        raise InputError(
+            f"search={search!r} is not a searcher; choose one with +search=NAME: {', '.join(names('search'))}"
+        )
+    chosen = str(choices.get("search"))
+    if search["name"] != chosen:
+        raise InputError(f"search.name={search['name']!r} cannot be set; choose it with +search={search['name']}")

@@ -1,0 +1,73 @@
+"""Tables for the terminal: a plan stage by stage, and what a search found and took."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from haap_rl.cost.estimator import Estimate
+from haap_rl.problem.cluster import GIB
+from haap_rl.problem.plan import Plan, Problem
+from haap_rl.search.base import SearchResult
+
+
+def plan_table(problem: Problem, plan: Plan, estimate: Estimate) -> Table:
+    """One row per replica group of each stage: devices, layers, parallelism, memory, time, share of the longest."""
+    table = Table(title=f"{problem.model.name} on {problem.cluster.name}, {plan.num_microbatches} micro-batches")
+    for name in ("stage", "devices", "layers", "tp", "dp", "batch", "recompute", "memory GiB", "fwd+bwd ms", "load"):
+        table.add_column(name, justify="left" if name in ("devices", "recompute") else "right")
+    slowest = max(estimate.loads_s)
+    last = len(plan.stages) - 1
+    for i, (stage, time, groups) in enumerate(zip(plan.stages, estimate.stages, estimate.memory, strict=True)):
+        layers = stage.num_units - (i == 0) - (i == last)
+        extra = ("E+" if i == 0 else "") + str(layers) + ("+H" if i == last else "")
+        for replica, memory in zip(stage.replicas, groups, strict=True):
+            used, has = memory.used_bytes / GIB, memory.capacity_bytes / GIB
+            table.add_row(
+                str(i),
+                f"{replica.num_devices} {replica.group}",
+                extra,
+                str(replica.tp),
+                str(replica.dp),
+                str(replica.microbatch_size),
+                stage.recompute.mode,
+                f"{used:.1f} of {has:.0f}" + ("" if memory.missing_bytes == 0 else " !"),
+                f"{1e3 * time.busy_s:.1f}",
+                f"{estimate.loads_s[i] / slowest:.0%}",
+            )
+    return table
+
+
+def summary_lines(problem: Problem, result: SearchResult) -> list[str]:
+    """What was found, how good it is at least, and what the search took."""
+    lines = []
+    if result.plan is not None and result.estimate is not None:
+        estimate = result.estimate
+        stage, resource = estimate.bottleneck
+        lines.append(
+            f"iteration {estimate.iteration_s:.3f} s, {estimate.tokens_per_s:,.0f} tokens/s, bubble "
+            f"{estimate.bubble:.1%}, bottleneck stage {stage} ({resource})"
+        )
+        gap = result.gap_to_lower_bound
+        if gap is not None:
+            lines.append(f"no plan of this space is faster than {result.lower_bound_s:.3f} s (proven): gap {gap:.1%}")
+    else:
+        lines.append(f"no plan: {result.reason}")
+    pruned = result.pruning
+    if pruned.factor is not None:
+        lines.append(
+            f"memory prunes the space {pruned.factor:,.1f}-fold: {pruned.plans_that_fit:.3g} of {pruned.plans:.3g} "
+            "plans fit (counted exactly)"
+        )
+    computed, avoided = result.operator_evaluations, result.operator_evaluations_avoided
+    per_plan = result.operator_evaluations_avoided_per_plan
+    lines.append(
+        f"{result.evaluations:,} plans priced in {result.wall_time_s:.1f} s ({result.stopped_by}); {computed:,} "
+        f"operator latencies computed, {share(avoided, computed):.2%} avoided against no memo, "
+        f"{share(per_plan, computed):.2%} against each distinct one once per plan"
+    )
+    return lines
+
+
+def share(avoided: int, computed: int) -> float:
+    """Avoided latencies as a fraction of those that would have been computed."""
+    return avoided / (avoided + computed) if avoided + computed else 0.0

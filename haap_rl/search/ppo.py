@@ -1,0 +1,83 @@
+"""Reinforcement learning: MaskablePPO (sb3-contrib) edits plans in `haap_rl/Partition-v0`, from scratch on one problem.
+
+The environment is taken by its module-qualified id, so nothing here imports upwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from sb3_contrib import MaskablePPO
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from haap_rl.problem.plan import Problem
+from haap_rl.search.base import Objective, seeded_global_random
+
+ENVIRONMENT = "haap_envs:haap_rl/Partition-v0"
+
+
+class PPO:
+    """Proximal policy optimisation (Schulman et al. 2017) with invalid-action masking (Huang, Ontanon 2022).
+
+    num_envs       environments stepped side by side
+    num_steps      moves per environment between two updates (fewer where the budget is small)
+    max_moves      moves per episode
+    learning_rate, gamma, gae_lambda, num_epochs, batch_size, clip_range, entropy   as in Stable-Baselines3
+    hidden         units of each of the two hidden layers, policy and value network each
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 8,
+        num_steps: int = 16,
+        max_moves: int = 32,
+        learning_rate: float = 3e-3,
+        gamma: float = 0.9,
+        gae_lambda: float = 0.95,
+        num_epochs: int = 10,
+        batch_size: int = 64,
+        clip_range: float = 0.2,
+        entropy: float = 0.01,
+        hidden: int = 64,
+    ) -> None:
+        self.num_envs, self.num_steps, self.max_moves = num_envs, num_steps, max_moves
+        self.hidden = hidden
+        self._settings: dict[str, Any] = {
+            "learning_rate": learning_rate,
+            "gamma": gamma,
+            "gae_lambda": gae_lambda,
+            "n_epochs": num_epochs,
+            "batch_size": batch_size,
+            "clip_range": clip_range,
+            "ent_coef": entropy,
+        }
+
+    def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
+        def make() -> gym.Env[Any, Any]:
+            return gym.make(
+                ENVIRONMENT,
+                problem=problem,
+                objective=objective,
+                max_moves=self.max_moves,
+                disable_env_checker=True,
+            )
+
+        num_steps = self.num_steps
+        if objective.remaining is not None:  # at least four updates, or PPO would only ever act at random
+            num_steps = max(2, min(num_steps, objective.remaining // (4 * self.num_envs)))
+        with seeded_global_random(rng) as seed:
+            environments = DummyVecEnv([make] * self.num_envs)
+            settings = {**self._settings, "batch_size": min(self._settings["batch_size"], num_steps * self.num_envs)}
+            model = MaskablePPO(
+                "MlpPolicy",
+                environments,
+                n_steps=num_steps,
+                policy_kwargs={"net_arch": [self.hidden, self.hidden], "activation_fn": torch.nn.Tanh},
+                seed=seed,
+                device="cpu",
+                **settings,
+            )
+            model.learn(total_timesteps=10**12)  # the objective ends it

@@ -1,0 +1,114 @@
+"""The record that every run leaves: config.yaml, plan.json, result.json and trace.csv, complete or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from haap_rl.cost.estimator import fingerprint
+from haap_rl.problem.errors import InputError
+from haap_rl.problem.plan import Problem
+from haap_rl.search.base import SearchResult
+
+TRACE_COLUMNS = (
+    "evaluations",
+    "best_iteration_time_s",
+    "operator_evaluations",
+    "operator_evaluations_avoided",
+    "seconds",
+)
+
+
+def write_record(directory: Path, config: dict[str, Any], problem: Problem, result: SearchResult) -> None:
+    """Write the four files into `directory` (made if missing); plan.json only if there is a plan.
+
+    Each is written under a temporary name and then renamed, all of them after all were written. Raises InputError if
+    the directory cannot be written.
+    """
+    files = {
+        "config.yaml": yaml.safe_dump(config, sort_keys=False),
+        "result.json": _json(result_to_json(config, problem, result)),
+        "trace.csv": trace_csv(result),
+    }
+    if result.plan is not None:
+        files["plan.json"] = _json(problem.plan_to_json(result.plan))
+    temporary: list[tuple[Path, Path]] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            path = directory / f".{name}.{os.getpid()}.tmp"
+            temporary.append((path, directory / name))
+            path.write_text(text, encoding="utf-8")
+        for path, final in temporary:
+            path.replace(final)
+    except OSError as error:
+        for path, _ in temporary:
+            path.unlink(missing_ok=True)
+        raise InputError(
+            f"out={str(directory)!r}: the record cannot be written ({error.strerror}); choose another out=DIR"
+        ) from None
+
+
+def result_to_json(config: dict[str, Any], problem: Problem, result: SearchResult) -> dict[str, Any]:
+    """The figures of a run as plain JSON data; what is not known is null, never NaN or infinity."""
+    estimate = result.estimate
+    return {
+        "searcher": config["search"]["name"],
+        "model": problem.model.name,
+        "cluster": problem.cluster.name,
+        "seed": result.seed,
+        "iteration_time_s": estimate.iteration_s if estimate else None,
+        "tokens_per_s": estimate.tokens_per_s if estimate else None,
+        "fits": estimate.fits if estimate else False,
+        "bubble": estimate.bubble if estimate else None,
+        "bottleneck": list(estimate.bottleneck) if estimate else None,
+        "evaluations": result.evaluations,
+        "operator_evaluations": result.operator_evaluations,
+        "operator_evaluations_avoided": result.operator_evaluations_avoided,
+        "operator_evaluations_avoided_per_plan": result.operator_evaluations_avoided_per_plan,
+        "wall_time_s": result.wall_time_s,
+        "lower_bound_s": result.lower_bound_s if math.isfinite(result.lower_bound_s) else None,
+        "gap_to_lower_bound": result.gap_to_lower_bound,
+        "proven_optimal": result.proven_optimal,
+        "stopped_by": result.stopped_by,
+        "reason": result.reason,
+        "space": config["space"],
+        "pruning": {
+            "options": result.pruning.options,
+            "options_that_fit": result.pruning.options_that_fit,
+            "plans": result.pruning.plans,
+            "plans_that_fit": result.pruning.plans_that_fit,
+            "factor": result.pruning.factor,
+        },
+        "estimator_fingerprint": fingerprint(),
+    }
+
+
+def trace_csv(result: SearchResult) -> str:
+    """The trace as CSV text; best_iteration_time_s is empty until a plan fits."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(TRACE_COLUMNS)
+    for point in result.trace:
+        best = "" if point.best_iteration_time_s is None else repr(point.best_iteration_time_s)
+        writer.writerow(
+            [
+                point.evaluations,
+                best,
+                point.operator_evaluations,
+                point.operator_evaluations_avoided,
+                f"{point.seconds:.6f}",
+            ]
+        )
+    return text.getvalue()
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"

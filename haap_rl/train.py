@@ -1,0 +1,82 @@
+"""The entry point: `python -m haap_rl.train +search=ppo` -> problem -> search -> record and table.
+
+Reading order of the package: this file, problem/plan.py, cost/estimator.py, search/base.py, one searcher.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from haap_rl import configs
+from haap_rl.problem.errors import InputError, check_keys
+from haap_rl.problem.presets import names
+
+KEYS = ("model", "cluster", "budget", "space", "estimator", "search", "problem", "seed", "out")
+
+
+def train(config: dict[str, Any], directory: Path) -> int:
+    """Run the search that `config` describes, write its record into `directory` and print the plan; the exit status.
+
+    0 a plan was found, 1 none that fits was tried, 130 interrupted (with what was found so far recorded).
+    Raises InputError for a bad configuration and where no plan can fit; nothing is written then.
+    """
+    from rich.console import Console
+
+    from haap_rl.problem.presets import problem_from_config
+    from haap_rl.report.progress import SearchProgress
+    from haap_rl.report.tables import plan_table, summary_lines
+    from haap_rl.search.base import Budget, load_searcher, run_search
+    from haap_rl.space.options import SpaceSpec
+    from haap_rl.tracking import write_record
+
+    check_keys("configuration", config, KEYS)
+    check_keys("budget", config["budget"], ("evaluations", "seconds"))
+    check_keys("estimator", config["estimator"], ("cached",))
+    problem = problem_from_config(config["model"], config["cluster"], config["problem"])
+    spec = SpaceSpec.from_config(config["space"])
+    budget = Budget(**config["budget"])
+    seed = _seed(config["seed"])
+    cached = config["estimator"]["cached"]
+    if not isinstance(cached, bool):
+        raise InputError(f"estimator: cached={cached!r} must be true or false")
+    parameters = dict(config["search"])
+    searcher = load_searcher(parameters.pop("name"), parameters)
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with SearchProgress(console, config["search"]["name"], budget.evaluations) as progress:
+        result = run_search(searcher, problem, budget, seed, spec, progress, cached)
+    if result.stopped_by == "infeasible":
+        raise InputError(result.reason)
+    write_record(directory, config, problem, result)
+    if result.plan is not None and result.estimate is not None:
+        console.print(plan_table(problem, result.plan, result.estimate))
+    for line in summary_lines(problem, result):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"record: {directory}", highlight=False, soft_wrap=True)
+    if result.stopped_by == "interrupted":
+        return 130
+    return 0 if result.plan is not None else 1
+
+
+def _seed(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"seed={value!r} must be a whole number of at least 0; give for example seed=0")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status (see `haap_rl.configs`)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not configs.names_search(arguments):
+        print("haap_rl: no search was named; choose one:", file=sys.stderr)
+        for name in names("search"):
+            print(f"  python -m haap_rl.train +search={name} {' '.join(arguments)}".rstrip(), file=sys.stderr)
+        return 2
+    return configs.run("train", train, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
