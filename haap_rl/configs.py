@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import conf_dir, names
 
@@ -54,6 +56,29 @@ def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
     return max(statuses)
 
 
+def run_with_options(job: Callable[[Config], int], defaults: Config, arguments: Sequence[str]) -> int:
+    """Run `job(options)` for a command with a few flat keys; the exit status, as `run` has it.
+
+    Each argument is key=value with a key of `defaults`, its value read as YAML; a default of None must be given.
+    """
+    statuses = [0]
+    with reported(statuses):
+        options = dict(defaults)
+        for argument in arguments:
+            key, equals, value = argument.partition("=")
+            if not equals or key not in defaults:
+                raise InputError(f"{argument!r} is not an option; {_near(key, list(defaults), 'options')}")
+            try:
+                options[key] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise InputError(f"{key}={value!r} cannot be read; quote special characters") from None
+        for key, value in options.items():
+            if value is None:
+                raise InputError(f"{key} has no value; give {key}=...")
+        statuses.append(job(options))
+    return max(statuses)
+
+
 def with_search_appended(arguments: Sequence[str]) -> list[str]:
     """`search=ppo` as Hydra wants it, `+search=ppo`: the search is no default that could be overridden."""
     return [f"+{argument}" if argument.startswith("search=") else argument for argument in arguments]
@@ -80,6 +105,9 @@ def reported(statuses: list[int]) -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         print(f"haap_rl: {explain(error)}", file=sys.stderr)
         statuses.append(2)
+    except OSError as error:
+        print(f"haap_rl: {error.filename or 'a file'}: {error.strerror}; choose another out=DIR", file=sys.stderr)
+        statuses.append(2)
     except KeyboardInterrupt:
         print("haap_rl: interrupted before there was a plan", file=sys.stderr)
         statuses.append(130)
@@ -91,19 +119,20 @@ def explain(error: Exception) -> str:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     text = "\n".join(str(link) for link in chain)
-    if found := re.search(r"(?:Could not find|In '[^']*': Could not find) '(\w+)/([^']+)'", text):
+    if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
         group, name = found.groups()
         return f"{group}={name} is not known; {_near(name, names(group), 'choices')}"
     if found := re.search(r"Could not override '([^']+)'", text):
-        key = found[1]
-        group = key.split(".")[0]
-        if "No match in the defaults list" in text:
-            return f"{key} is not a key that can be set; {_near(key, _known_keys(), 'keys')}"
-        return f"unknown key {key!r}; {_near(key, [k for k in _known_keys() if '.' in k] or [group], 'keys')}"
-    if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
+        known = [key if "." in found[1] else key.split(".")[0] for key in _known_keys()]
+        return f"unknown key {found[1]!r}; {_near(found[1], sorted(set(known)), 'keys')}"
+    if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]!r} is there already; write it without the '+'"
-    if found := re.search(r"Missing mandatory value: (\S+)", text):
-        return f"{found[1]} has no value; give {found[1]}=..."
+    if "Missing mandatory value" in text:
+        key = getattr(error, "full_key", None) or "a key"
+        return f"{key} has no value; give {key}=..."
+    override = getattr(error, "override", None)
+    if override is not None:
+        return f"{override!r} cannot be read as key=value; quote special characters for the shell and for Hydra"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return re.sub(r"\s+", " ", " ".join(lines[:2])) if lines else type(error).__name__
 
@@ -115,8 +144,6 @@ def _near(word: str, known: Sequence[str], what: str) -> str:
 
 def _known_keys() -> list[str]:
     """Every dotted key of `train.yaml` and the groups, without composing anything."""
-    import yaml
-
     keys: list[str] = []
 
     def walk(prefix: str, node: object) -> None:

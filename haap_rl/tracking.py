@@ -14,7 +14,8 @@ import yaml
 
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError
-from haap_rl.problem.plan import Problem
+from haap_rl.problem.plan import Plan, Problem
+from haap_rl.problem.presets import problem_from_config
 from haap_rl.search.base import SearchResult
 
 TRACE_COLUMNS = (
@@ -54,6 +55,20 @@ def write_record(directory: Path, config: dict[str, Any], problem: Problem, resu
         raise InputError(
             f"out={str(directory)!r}: the record cannot be written ({error.strerror}); choose another out=DIR"
         ) from None
+
+
+def recorded_plan(directory: Path) -> tuple[Problem, Plan]:
+    """The problem and the plan of a record. Raises InputError if it is not one, or holds no plan."""
+    path = directory / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise InputError(f"record={str(directory)!r}: config.yaml cannot be read ({reason})") from None
+    if not isinstance(config, dict) or not {"model", "cluster", "problem"} <= set(config):
+        raise InputError(f"record={str(directory)!r}: config.yaml is not a run's configuration; give a run directory")
+    problem = problem_from_config(config["model"], config["cluster"], config["problem"])
+    return problem, problem.load_plan(directory / "plan.json")
 
 
 def result_to_json(config: dict[str, Any], problem: Problem, result: SearchResult) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Pictures and the comparison are made, complete, and say what is wrong with their input."""
+
+import csv
+import json
+
+from experiments import compare
+from haap_rl.report import pipeline
+from haap_rl.train import main
+
+
+def is_picture(path):
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_a_recorded_plan_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["search=random", "budget.evaluations=5", "out=record"]) == 0
+    assert pipeline.main(["record=record", "out=pictures/plan.png"]) == 0
+    assert is_picture(tmp_path / "pictures" / "plan.png")
+    for arguments, word in ((["record=none"], "config.yaml"), (["recrd=x"], "'record'"), ([], "record has no value")):
+        capsys.readouterr()
+        assert pipeline.main(arguments) == 2
+        assert word in capsys.readouterr().err
+
+
+def test_compare_writes_every_file_and_goes_on_where_it_stopped(tmp_path, capsys):
+    arguments = [f"out={tmp_path}", "evaluations=40", "seeds=2", "model=gpt3_1_3b", "cluster=v100x4_t4x4"]
+    assert compare.main(arguments) == 0
+    first = (tmp_path / "summary.json").read_text()
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    methods = {"random", "autohaap", "ga", "ppo", "legal_moves"}
+    assert {row["searcher"] for row in rows} >= methods
+    assert len(rows) == 2 * len({row["searcher"] for row in rows})
+    summary = json.loads(first)
+    assert set(summary["methods"]) >= methods
+    for row in summary["methods"].values():
+        assert row["interval_95_s"][0] <= row["mean_iteration_time_s"] <= row["interval_95_s"][1]
+        assert row["best_s"] >= summary["lower_bound_s"]
+        assert 0 < row["operator_latencies_avoided_against_once_per_plan"] < 1
+    assert set(summary["welch_one_sided_p"]) == {
+        "autohaap better than random", "ga better than random", "ppo better than legal_moves", "ppo better than random",
+    }  # fmt: skip
+    assert is_picture(tmp_path / "curves.png")
+    assert "| autohaap | 2 |" in (tmp_path / "table.md").read_text()
+
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert compare.main(arguments) == 0
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert (tmp_path / "summary.json").read_text() == first
+
+
+def test_report_seeds_are_not_tuning_seeds(capsys, tmp_path):
+    assert not set(compare.TUNING_SEEDS) & set(compare.REPORT_SEEDS)
+    assert compare.main([f"out={tmp_path}", "seeds=101"]) == 2
+    assert "tuning seeds" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""Imports go one way, and the house is as ARCHITECTURE.md says."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ["problem", "cost", "space", "search"]  # each may import those before it
+
+
+def imports(path):
+    """Absolute names of the modules that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(name):
+    """The room of a module name: `haap_rl.cost.comm` -> cost; top-level modules are their own."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "haap_rl" and len(parts) > 1 else parts[0]
+
+
+def test_imports_go_one_way():
+    for position, here in enumerate(ROOMS):
+        allowed = {*ROOMS[: position + 1]}
+        for path in (ROOT / "haap_rl" / here).glob("*.py"):
+            ours = {room(name) for name in imports(path) if name.startswith("haap_rl.")}
+            assert ours <= allowed, (path, ours - allowed)
+            assert not any(name.startswith("haap_envs") for name in imports(path)), path
+
+
+def test_environments_sit_on_problem_cost_space_and_the_search_contract():
+    for path in (ROOT / "envs" / "haap_envs").glob("*.py"):
+        for name in imports(path):
+            if name.startswith("haap_rl."):
+                assert room(name) in ("problem", "cost", "space") or name.startswith("haap_rl.search.base"), (
+                    path,
+                    name,
+                )
+
+
+def test_only_configs_imports_hydra():
+    for path in [
+        *(ROOT / "haap_rl").rglob("*.py"),
+        *(ROOT / "envs").rglob("*.py"),
+        *(ROOT / "experiments").rglob("*.py"),
+    ]:
+        if path.name != "configs.py":
+            assert not any(name.split(".")[0] in ("hydra", "omegaconf") for name in imports(path)), path
+
+
+def test_no_searcher_keeps_a_clock_or_a_log():
+    for path in (ROOT / "haap_rl" / "search").glob("*.py"):
+        if path.name not in ("base.py", "__init__.py"):
+            assert not {"time", "logging"} & {name.split(".")[0] for name in imports(path)}, path
+
+
+def test_no_drawer_of_helpers():
+    names = {path.stem for path in (ROOT / "haap_rl").rglob("*")} | {path.stem for path in (ROOT / "envs").rglob("*")}
+    assert not names & {"utils", "util", "helpers", "common", "misc"}
