@@ -22,7 +22,8 @@ import gymnasium as gym
 import numpy as np
 
 from haap_rl import configs
-from haap_rl.cost.estimator import Estimate, fingerprint
+from haap_rl.cost.estimate import Estimate
+from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import load_problem, names, preset

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost.estimator import Estimate
+from haap_rl.cost.estimate import Estimate
 from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
 from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import Objective

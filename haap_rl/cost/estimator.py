@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from haap_rl.cost import comm, compute, memory, schedule
 from haap_rl.cost.calibration import DEFAULT, Calibration
+from haap_rl.cost.estimate import Estimate, StageMemory, StageTime
 from haap_rl.problem.model import Operator, Unit
 from haap_rl.problem.placement import place
 from haap_rl.problem.plan import Plan, Problem
@@ -113,137 +113,6 @@ class StageCost(NamedTuple):
     optimizer_s: float
     num_operators: int  # operator latencies behind this stage, every unit counted
     units: frozenset[UnitKey]
-
-
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """Bytes on each device of one replica group of a stage, at its peak."""
-
-    group: str
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int  # of all micro-batches in flight
-    logits_bytes: int
-    recompute_bytes: int  # working set of the layer that is being recomputed
-    reserved_bytes: int  # context, communication buffers, allocator fragmentation
-    capacity_bytes: int  # all of the device's memory
-
-    @property
-    def used_bytes(self) -> int:
-        """Peak; the logits are gone before a layer is recomputed, so only the larger of the two counts."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + self.activations_bytes + max(self.logits_bytes, self.recompute_bytes) + self.reserved_bytes
-
-    @property
-    def missing_bytes(self) -> int:
-        return max(0, self.used_bytes - self.capacity_bytes)
-
-
-class StageTime(NamedTuple):
-    """Seconds of one stage per micro-batch (gradient_sync_s and optimizer_s: per iteration).
-
-    forward and backward are the stage's busy time; recompute, tensor_parallel and blocked are parts of them.
-    """
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    tensor_parallel_s: float
-    blocked_s: float  # waiting for its own transfers to the neighbouring stages, both directions
-    send_s: float  # one transfer to the next stage; gradients take as long to come back
-    gradient_sync_s: float  # the part not hidden behind the last backward passes
-    optimizer_s: float
-    num_devices: int
-
-    @property
-    def busy_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-    @property
-    def tail_s(self) -> float:
-        """Seconds between the end of the stage's last backward and the end of its iteration."""
-        return self.gradient_sync_s + self.optimizer_s
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a plan costs. A plan that does not fit is a value: fits=False and the bytes that are missing."""
-
-    iteration_s: float
-    fits: bool
-    bytes_missing: int  # of one device of each replica group, summed
-    makespan_s: float  # end of the last backward of the whole pipeline
-    stages: tuple[StageTime, ...]
-    memory: tuple[tuple[StageMemory, ...], ...]  # per stage, per replica group
-    delays_s: tuple[float, ...]  # per boundary, the part of a transfer that blocks neither stage
-    num_microbatches: int
-    tokens_per_iteration: int
-
-    @property
-    def rank(self) -> tuple[bool, int, float]:
-        """The one order of plans: those that fit first, then fewer bytes missing, then less time."""
-        return (not self.fits, self.bytes_missing, self.iteration_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens_per_iteration / self.iteration_s
-
-    @property
-    def bubble(self) -> float:
-        """Share of the devices' time in the pipeline that they wait, devices counted equally."""
-        devices = sum(stage.num_devices for stage in self.stages)
-        busy = sum(stage.num_devices * stage.busy_s for stage in self.stages) * self.num_microbatches
-        return 1.0 - busy / (devices * self.makespan_s)
-
-    @property
-    def balance(self) -> float:
-        """Mean busy time of a stage over the largest: 1 when all stages take equally long."""
-        busy = [stage.busy_s for stage in self.stages]
-        return sum(busy) / len(busy) / max(busy)
-
-    @property
-    def loads_s(self) -> list[float]:
-        """Busy seconds of each stage over the whole iteration; the largest is the bottleneck."""
-        return [self.num_microbatches * stage.busy_s + stage.tail_s for stage in self.stages]
-
-    @property
-    def bottleneck(self) -> tuple[int, str]:
-        """(stage index, "memory", "comm" or "compute"): what to relieve first."""
-        missing = [sum(group.missing_bytes for group in groups) for groups in self.memory]
-        if not self.fits:
-            return missing.index(max(missing)), "memory"
-        loads = self.loads_s
-        index = loads.index(max(loads))
-        stage = self.stages[index]
-        comm_s = self.num_microbatches * (stage.tensor_parallel_s + stage.blocked_s) + stage.gradient_sync_s
-        return index, "comm" if comm_s > loads[index] / 2 else "compute"
-
-    @property
-    def bounds_s(self) -> tuple[float, float]:
-        """(lower, upper) bound on `iteration_s` from closed forms that do not run the schedule."""
-        times = (
-            [stage.forward_s for stage in self.stages],
-            [stage.backward_s for stage in self.stages],
-            self.delays_s,
-            self.delays_s,
-            self.num_microbatches,
-        )
-        tails = [stage.tail_s for stage in self.stages]
-        return schedule.lower_bound_s(*times) + tails[0], schedule.upper_bound_s(*times) + max(tails)
-
-    def timeline(self) -> list[schedule.Slot]:
-        """Every forward and backward of the iteration, for drawing."""
-        slots: list[schedule.Slot] = []
-        schedule.stage_ends_s(
-            [stage.forward_s for stage in self.stages],
-            [stage.backward_s for stage in self.stages],
-            self.delays_s,
-            self.delays_s,
-            self.num_microbatches,
-            slots,
-        )
-        return slots
 
 
 # ------------------------------------------------------------------------------------------- estimator

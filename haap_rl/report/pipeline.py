@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from haap_rl import configs
-from haap_rl.cost.estimator import Estimate, Estimator
+from haap_rl.cost.estimate import Estimate
+from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.tracking import recorded_plan

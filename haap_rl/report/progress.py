@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from haap_rl.cost.estimator import Estimate
+from haap_rl.cost.estimate import Estimate
 from haap_rl.search.base import Objective
 
 

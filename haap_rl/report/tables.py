@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from haap_rl.cost.estimator import Estimate
+from haap_rl.cost.estimate import Estimate
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.search.base import SearchResult

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from haap_rl.cost.estimator import Estimate
+from haap_rl.cost.estimate import Estimate
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
 from haap_rl.space import moves

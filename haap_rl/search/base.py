@@ -23,7 +23,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from haap_rl.cost.estimator import Estimate, Estimator
+from haap_rl.cost.estimate import Estimate
+from haap_rl.cost.estimator import Estimator
+from haap_rl.problem.cluster import GIB
 from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.space.bound import lower_bound
@@ -223,7 +225,7 @@ def run_search(
     objective.record()
     best = objective.best
     if best is not None and not best[1].fits:
-        reason = f"no plan that was tried fits; the closest misses {best[1].bytes_missing / 2**30:.2f} GiB per device"
+        reason = f"no plan that was tried fits; the closest misses {best[1].bytes_missing / GIB:.2f} GiB in all"
         best = None
     if best is None and not reason:
         reason = "the search ended before it tried a plan"
