@@ -90,6 +90,11 @@ class Model:
         head = self.unit_parameters("tied_head" if self.tied_embeddings else "head")
         return sum(self.unit_parameters("embedding")) + layers + sum(head)
 
+    def allows_tp(self, tp: int) -> bool:
+        """Whether tensor parallelism can divide the model by `tp`; key-value heads may be repeated instead."""
+        heads_divide = self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+        return heads_divide and self.ffn % tp == 0
+
     def unit_parameters(self, unit: Unit) -> tuple[int, int]:
         """(parameters that tensor parallelism divides, parameters that every tensor-parallel rank holds)."""
         h, q, kv = self.hidden, self.query_size, self.kv_size

@@ -177,7 +177,7 @@ class Problem:
                     f"{where}: tp={tp} is more than the {per_node} devices in a node of group {replica.group!r}; "
                     f"use tp <= {per_node} and more dp"
                 )
-            if model.heads % tp or model.ffn % tp or (model.kv_heads % tp and tp % model.kv_heads):
+            if not model.allows_tp(tp):
                 raise PlanError(
                     f"{where}: tp={tp} does not divide heads={model.heads}, kv_heads={model.kv_heads} and "
                     f"ffn={model.ffn} of model {model.name!r}; choose a tp that does"

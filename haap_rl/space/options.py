@@ -86,14 +86,11 @@ class Option(NamedTuple):
 
 def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
     """Every option of the space that is legal for the problem, whatever its memory, in a fixed order."""
-    model = problem.model
     options = []
     for index, group in enumerate(problem.cluster.groups):
         for size in sorted(spec.group_sizes):
             for tp in range(1, min(size, spec.max_tp, group.devices_per_node) + 1):
-                if size > group.num_devices or size % tp or problem.seq_len % tp:
-                    continue
-                if model.heads % tp or model.ffn % tp or (model.kv_heads % tp and tp % model.kv_heads):
+                if size > group.num_devices or size % tp or problem.seq_len % tp or not problem.model.allows_tp(tp):
                     continue
                 options += [Option(index, tp, size // tp, mode) for mode in RECOMPUTE_MODES if mode in spec.recompute]
     return tuple(options)
