@@ -34,6 +34,9 @@ from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
 
 
+OPTIMAL_WITHIN = 1e-9  # relative: the rounding of the schedule's sums
+
+
 class BudgetExhausted(Exception):
     """Raised by the objective when the budget is spent."""
 
@@ -107,7 +110,7 @@ class Objective:
     space       the declared space, bound to the problem and to this objective's estimator
     remaining   evaluations left, for schedules (a temperature, PPO's rollout length), never for stopping
     best        (plan, estimate) of the best so far, or None
-    lower_bound_s   what no plan of the space can beat; 0 where it was not computed
+    lower_bound_s   what no plan of the space can beat, as far as proven; a searcher that proves more calls `prove`
     Without arguments beyond the problem it is unlimited, for interactive use and environments of their own.
     """
 
@@ -169,6 +172,10 @@ class Objective:
         """Estimates of a batch, counted one by one."""
         return [self(plan) for plan in plans]
 
+    def prove(self, lower_bound_s: float) -> None:
+        """Take note that no plan of the space takes less than `lower_bound_s` seconds."""
+        self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
+
     def record(self) -> None:
         """Append the present state to the trace."""
         estimator = self.estimator
@@ -187,10 +194,10 @@ class Objective:
 class Searcher(Protocol):
     """Proposes plans to `objective` until it returns or BudgetExhausted passes through it.
 
-    All randomness comes from `rng`. Returning True claims that the best plan is a proven optimum of the space.
+    All randomness comes from `rng`. What it proves on the way it tells `objective.prove`.
     """
 
-    def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> bool | None: ...
+    def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None: ...
 
 
 def run_search(
@@ -211,13 +218,13 @@ def run_search(
     bound = lower_bound(problem, spec)
     pruning = pruning_report(problem, spec)
     objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds)
-    proven, stopped_by, reason = False, "finished", ""
+    stopped_by, reason = "finished", ""
     if bound.seconds == np.inf:
         stopped_by = "infeasible"
         reason = no_plan_fits(problem, spec, objective.space.options, objective.estimator)
     else:
         try:
-            proven = bool(searcher.search(problem, objective, np.random.default_rng(seed)))
+            searcher.search(problem, objective, np.random.default_rng(seed))
         except BudgetExhausted:
             stopped_by = "budget"
         except KeyboardInterrupt:
@@ -239,8 +246,8 @@ def run_search(
         operator_evaluations_avoided=objective.trace[-1].operator_evaluations_avoided,
         operator_evaluations_avoided_per_plan=max(0, estimator.operators_distinct - estimator.operators_computed),
         wall_time_s=objective.trace[-1].seconds,
-        lower_bound_s=bound.seconds,
-        proven_optimal=proven,
+        lower_bound_s=objective.lower_bound_s,
+        proven_optimal=best is not None and best[1].iteration_s <= objective.lower_bound_s * (1 + OPTIMAL_WITHIN),
         stopped_by=stopped_by,
         reason=reason,
         seed=seed,
