@@ -33,7 +33,6 @@ from haap_rl.space.initial import PruningReport, no_plan_fits, pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
 
-
 OPTIMAL_WITHIN = 1e-9  # relative: the rounding of the schedule's sums
 
 
