@@ -96,9 +96,9 @@ class PartitionEnv(gym.Env[Observation, np.int64]):
         reward = ILLEGAL_MOVE_REWARD
         genome = None if action == self._stay else moves.apply(self.space, self.genome, self.moves[int(action)])
         if genome is not None:
-            before = log_time(self.estimate)
+            before = self.estimate.energy
             self.genome, self.estimate = genome, self.objective(self.space.plan(genome))
-            reward = before - log_time(self.estimate)
+            reward = before - self.estimate.energy
         elif action == self._stay and self.action_masks()[self._stay]:
             reward = 0.0
         return self._observation(), reward, False, self._moves_left <= 0, self._info()
@@ -145,11 +145,3 @@ class PartitionEnv(gym.Env[Observation, np.int64]):
         ]
         observation: Observation = np.concatenate([per_stage.ravel(), np.array(whole, np.float32)]).clip(0.0, 1.0)
         return observation
-
-
-def log_time(estimate: Estimate) -> float:
-    """log of the iteration time, plus a penalty where the plan does not fit: what the reward is a difference of."""
-    if estimate.fits:
-        return math.log(estimate.iteration_s)
-    capacity = sum(group.capacity_bytes for groups in estimate.memory for group in groups)
-    return math.log(estimate.iteration_s) + 1.0 + estimate.bytes_missing / capacity

@@ -5,6 +5,7 @@ A plan that does not fit is a value like any other; `Estimate.rank` is the one o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +81,15 @@ class Estimate:
     def rank(self) -> tuple[bool, int, float]:
         """The one order of plans: those that fit first, then fewer bytes missing, then less time."""
         return (not self.fits, self.bytes_missing, self.iteration_s)
+
+    @property
+    def energy(self) -> float:
+        """log of the iteration time, plus 1 + missing bytes / capacity where the plan does not fit: `rank` as a number
+        for what needs differences (rewards, temperatures)."""
+        if self.fits:
+            return math.log(self.iteration_s)
+        capacity = sum(group.capacity_bytes for groups in self.memory for group in groups)
+        return math.log(self.iteration_s) + 1.0 + self.bytes_missing / capacity
 
     @property
     def tokens_per_s(self) -> float:

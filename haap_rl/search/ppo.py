@@ -35,7 +35,7 @@ class PPO:
         num_steps: int = 16,
         max_moves: int = 32,
         learning_rate: float = 3e-3,
-        gamma: float = 0.9,
+        gamma: float = 0.3,
         gae_lambda: float = 0.95,
         num_epochs: int = 10,
         batch_size: int = 64,
