@@ -4,7 +4,8 @@
     python -m experiments.compare out=/tmp/try quick=true      a few seconds, to see that it works
 
 Methods: every searcher of conf/search/ with its settings there, and `legal_moves`, uniformly random legal moves in
-PPO's environment. Settings were chosen on TUNING_SEEDS and are reported on REPORT_SEEDS, which nothing was tuned on.
+PPO's environment. Settings were chosen on TUNING_SEEDS and are reported on REPORT_SEEDS, which nothing was tuned on
+(seeds 0-9 were reported once, before `autohaap.starts` went from 10 to 100).
 Each run is one file under out/runs/, so an interrupted comparison goes on where it stopped. Written at the end:
 runs.csv (one row per run), summary.json, table.md, curves.png.
 """
@@ -31,7 +32,7 @@ from haap_rl.report.tables import share
 from haap_rl.search.base import Budget, Objective, Searcher, load_searcher, run_search
 
 TUNING_SEEDS = range(100, 150)
-REPORT_SEEDS = range(10)
+REPORT_SEEDS = range(10, 20)
 LEGAL_MOVES = "legal_moves"
 OPTIONS = {
     "out": None,
@@ -103,9 +104,10 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
     """({method: its runs}, {method: one run without the cache}); runs already on disk are not run again."""
     problem = load_problem(str(options["model"]), str(options["cluster"]))
     evaluations = positive_int("compare", "evaluations", options["evaluations"])
-    seeds = range(positive_int("compare", "seeds", options["seeds"]))
-    if len(seeds) > TUNING_SEEDS.start:
-        raise InputError(f"compare: seeds={len(seeds)} would reach the tuning seeds; use at most {TUNING_SEEDS.start}")
+    first, most = REPORT_SEEDS.start, TUNING_SEEDS.start - REPORT_SEEDS.start
+    seeds = range(first, first + positive_int("compare", "seeds", options["seeds"]))
+    if len(seeds) > most:
+        raise InputError(f"compare: seeds={len(seeds)} would reach the tuning seeds; use at most {most}")
     (out / "runs").mkdir(parents=True, exist_ok=True)
 
     def stored(name: str, seed: int, cached: bool) -> dict[str, Any]:
@@ -133,8 +135,8 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
     uncached: dict[str, Any] = {}
     for name in methods:
         run_once(name, problem, 50, seed=0, cached=True)  # so that no timed run pays for imports
-        cached[name] = [stored(name, 0, True)]
-        uncached[name] = stored(name, 0, False)  # right after its twin: the ratio of their seconds is reported
+        cached[name] = [stored(name, first, True)]
+        uncached[name] = stored(name, first, False)  # right after its twin: the ratio of their seconds is reported
         cached[name] += [stored(name, seed, True) for seed in seeds[1:]]
     return cached, uncached
 

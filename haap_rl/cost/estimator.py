@@ -130,13 +130,13 @@ class Estimator:
         self.problem, self.cached, self.calibration = problem, cached, calibration
         self.operators_computed = self.operators_requested = self.operators_distinct = 0
         self._group_index = {group.name: index for index, group in enumerate(problem.cluster.groups)}
-        self._bytes = VALUE_BYTES[problem.precision]
+        self.value_bytes = VALUE_BYTES[problem.precision]
         units: tuple[Unit, ...] = ("embedding", "layer", "head", "tied_head")
         self._operators_per_unit = {unit: len(problem.model.operators(unit)) for unit in units}
         self._operator_s = self._memoise(self._price_operator)
         self.unit_time = self._memoise(self._price_unit)
-        self._stage_cost = self._memoise(self._price_stage)
-        self._rate = self._memoise(self._price_boundary)
+        self.stage_cost = self._memoise(self._price_stage)
+        self.boundary_rate = self._memoise(self._price_boundary)
         self._memory = self._memoise(self._price_memory)
 
     def _memoise(self, price: Callable[[Key], Value]) -> Callable[[Key], Value]:
@@ -147,16 +147,16 @@ class Estimator:
         """Time and memory of `plan`. Raises PlanError if it is not legal; a plan that does not fit is a value."""
         self.problem.validate(plan)
         keys, sides, nodes = self._keys(plan)
-        costs = [self._stage_cost(key) for key in keys]
+        costs = [self.stage_cost(key) for key in keys]
         p, m = len(keys), plan.num_microbatches
 
         blocking = self.calibration.send_blocking
         sends = [0.0] * p  # seconds from stage i to i+1; 0 for the last
         samples = self.problem.global_batch_size // m
-        num_bytes = float(samples * self.problem.seq_len * self.problem.model.hidden * self._bytes)
+        num_bytes = float(samples * self.problem.seq_len * self.problem.model.hidden * self.value_bytes)
         for i in range(p - 1):
             one_node = nodes[i] is not None and nodes[i] == nodes[i + 1]
-            latency_s, bytes_per_s = self._rate(BoundaryKey(sides[i], sides[i + 1], one_node))
+            latency_s, bytes_per_s = self.boundary_rate(BoundaryKey(sides[i], sides[i + 1], one_node))
             sends[i] = comm.transfer_s(num_bytes, latency_s, bytes_per_s)
         tied_s = self._tied_embeddings_s(sides, nodes)
 
@@ -237,7 +237,7 @@ class Estimator:
         if operator.kind == "gemm":
             inputs = operator.inputs / (tp if operator.split == "row" else 1.0)
             outputs = operator.outputs / (tp if operator.split == "column" else 1.0)
-            return compute.gemm_s(tokens, inputs, outputs, peak, efficiency, half, bytes_per_s, self._bytes)
+            return compute.gemm_s(tokens, inputs, outputs, peak, efficiency, half, bytes_per_s, self.value_bytes)
         if operator.kind == "attention":
             return compute.attention_s(
                 tokens,
@@ -250,11 +250,11 @@ class Estimator:
                 efficiency,
                 half,
                 bytes_per_s,
-                self._bytes,
+                self.value_bytes,
             )
         divided = operator.split == "tensor" or key.sequence_parallel
         values = (operator.inputs + operator.outputs) / (tp if divided else 1.0)
-        return compute.elementwise_s(tokens, values, bytes_per_s, self._bytes)
+        return compute.elementwise_s(tokens, values, bytes_per_s, self.value_bytes)
 
     def _price_unit(self, key: UnitKey) -> UnitTime:
         """Seconds of one unit: its operators, its tensor-parallel collectives, or the host if that is slower."""
@@ -290,7 +290,7 @@ class Estimator:
         if key.tp == 1:
             return 0.0
         group = self.problem.cluster.groups[key.group]
-        num_bytes = float(key.microbatch_size * self.problem.seq_len * self.problem.model.hidden * self._bytes)
+        num_bytes = float(key.microbatch_size * self.problem.seq_len * self.problem.model.hidden * self.value_bytes)
         share = self.calibration.link_efficiency
         latency_s, bytes_per_s = group.intra_node.latency_s, group.intra_node.bandwidth_bytes_per_s * share
         if key.tp_nodes > 1:
@@ -362,7 +362,7 @@ class Estimator:
         inter = [self.problem.cluster.link(a, b) for a in indices for b in indices]
         num_nodes = sum(replica.num_nodes for replica in key.replicas)
         gradient_bytes = float(most_parameters * memory.GRADIENT_BYTES)
-        gathered_bytes = float(most_parameters * (self._bytes if key.zero_stage >= 1 else memory.GRADIENT_BYTES))
+        gathered_bytes = float(most_parameters * (self.value_bytes if key.zero_stage >= 1 else memory.GRADIENT_BYTES))
         sync_s = comm.gradient_sync_s(
             gradient_bytes,
             gathered_bytes,
@@ -404,7 +404,7 @@ class Estimator:
         if not self.problem.model.tied_embeddings or len(sides) == 1:
             return 0.0
         one_node = nodes[0] is not None and nodes[0] == nodes[-1]
-        latency_s, bytes_per_s = self._rate(BoundaryKey(sides[0], sides[-1], one_node))
+        latency_s, bytes_per_s = self.boundary_rate(BoundaryKey(sides[0], sides[-1], one_node))
         num_bytes = float(self.problem.model.vocab * self.problem.model.hidden * memory.GRADIENT_BYTES)
         return comm.ring_all_reduce_s(num_bytes, 2, latency_s, bytes_per_s)
 
@@ -466,7 +466,7 @@ class Estimator:
             sequence_parallel,
             problem.fused_attention,
             recompute,
-            self._bytes,
+            self.value_bytes,
         )
 
     def usable_bytes(self, group: int) -> int:

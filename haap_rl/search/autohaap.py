@@ -23,14 +23,18 @@ class AutoHAAP:
     starts: plans drawn for each descent, of which the best is descended from.
     """
 
-    def __init__(self, starts: int = 10) -> None:
+    def __init__(self, starts: int = 100) -> None:
         self.starts = starts
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         while True:
-            genome, estimate = self._start(objective, rng)
-            while (step := self._relieve(objective, genome, estimate)) is not None:
-                genome, estimate = step
+            self.descend(objective, rng)
+
+    def descend(self, objective: Objective, rng: np.random.Generator) -> None:
+        """From a fresh start down to a local optimum."""
+        genome, estimate = self._start(objective, rng)
+        while (step := self._relieve(objective, genome, estimate)) is not None:
+            genome, estimate = step
 
     def _start(self, objective: Objective, rng: np.random.Generator) -> tuple[Genome, Estimate]:
         genomes = [objective.space.draw(rng) for _ in range(self.starts)]
