@@ -24,7 +24,7 @@ from tests.builders import group, problem
 from tests.space.enumerate_plans import every_plan
 
 INSTALLED = {path.stem: path for path in documented_searcher.own_searchers_yaml()}
-SEARCHERS = [*names("search"), documented_searcher.NAME, *INSTALLED]
+SEARCHERS = list(dict.fromkeys([*names("search"), documented_searcher.NAME, *INSTALLED]))
 SPEC = SpaceSpec(num_microbatches=(2, 4), max_stages=3, max_tp=2, group_sizes=(1, 2), recompute=("none", "full"))
 BUDGET = Budget(evaluations=200)
 
@@ -46,9 +46,12 @@ def optimum():
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(tmp_path_factory):
-    """The documented searcher, installed."""
+    """The documented searcher, installed, unless one of that name is installed already."""
+    if documented_searcher.NAME in INSTALLED:
+        yield
+        return
     folder = tmp_path_factory.mktemp("documented")
-    INSTALLED.setdefault(documented_searcher.NAME, documented_searcher.write_package(folder / "package"))
+    INSTALLED[documented_searcher.NAME] = documented_searcher.write_package(folder / "package")
     documented_searcher.install(folder / "package", folder / "site")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder / "site")

@@ -11,6 +11,7 @@ import pytest
 
 from haap_rl.problem.errors import InputError
 from haap_rl.search.base import load_searcher
+from haap_rl.train import main
 from tests.documented_searcher import NAME, ROOT, blocks, install, path_with, write_package
 
 SMALL = ["model=gpt3_1_3b", "cluster=v100x4_t4x4"]
@@ -98,6 +99,34 @@ def test_a_broken_entry_point_is_one_line(tmp_path, monkeypatch, entry_points, m
         load_searcher("mine")
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "text", "words"), [
+    ("nameless", "x: 1\n", ["search=nameless", "`name: nameless`"]),
+    ("empty", "", ["search=empty", "'name'"]),
+    ("other", "name: random\n", ["search.name='random'", "'other'"]),
+    ("list", "- 1\n", ["not a searcher"]),
+    ("broken", "name: [1\n", ["broken.yaml", "line 1"]),
+    ("random_", "name: random_\n", ["'random_' is not known"]),
+])  # fmt: skip
+def test_a_bad_yaml_on_the_search_path_is_one_line(tmp_path, monkeypatch, capfd, name, text, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "search").mkdir(parents=True)
+    (tmp_path / "conf" / "search" / f"{name}.yaml").write_text(text)
+    assert main([f"+search={name}", "hydra.searchpath=[file://conf]", "out=record"]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert all(word in lines[0] for word in words), lines[0]
+    assert not (tmp_path / "record").exists()
+
+
+def test_a_search_path_that_is_not_there_is_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["+search=random", "hydra.searchpath=[file://not-there]", "out=record"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("haap_rl: hydra.searchpath: not-there is not available.")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def site(folder: Path, package: str, entry_points: str, module: str = ""):
