@@ -86,7 +86,7 @@ class WandbTracker(Tracker):
             modes = self._modes()
         for mode in modes:
             with self._kept_apart():
-                self._run = self._open(mode)
+                self._open(mode)
                 self._follows = True
                 self._announce()
             if self._run is not None:
@@ -141,11 +141,11 @@ class WandbTracker(Tracker):
         mode = self._asked_mode() or ("online" if _is_logged_in(wandb.setup().settings) else "offline")
         return (mode, "offline") if mode == "online" else (mode,)
 
-    def _open(self, mode: Any) -> Any:
+    def _open(self, mode: Any) -> None:
         import wandb
 
         settings = self._settings
-        run = wandb.init(
+        self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
             group=settings.group,
@@ -157,10 +157,9 @@ class WandbTracker(Tracker):
             reinit="create_new",  # each point of a sweep is a run of its own
             settings=wandb.Settings(silent=True, console="off"),
         )
-        run.define_metric(STEP)
+        self._run.define_metric(STEP)
         for keys in ("search/*", "train/*", "rollout/*", "time/*"):
-            run.define_metric(keys, step_metric=STEP)
-        return run
+            self._run.define_metric(keys, step_metric=STEP)
 
     def _announce(self) -> None:
         run = self._run
