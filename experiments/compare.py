@@ -21,6 +21,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 
 from haap_rl import configs
 from haap_rl.cost.estimate import Estimate
@@ -31,9 +32,11 @@ from haap_rl.problem.presets import load_problem, names, preset
 from haap_rl.report.tables import share
 from haap_rl.search.base import Budget, Objective, Searcher, load_searcher, run_search
 
+Floats = npt.NDArray[np.float64]
 TUNING_SEEDS = range(100, 150)
 REPORT_SEEDS = range(10, 20)
 LEGAL_MOVES = "legal_moves"
+CLAIMS = (("autohaap", "random"), ("ga", "random"), ("ppo", LEGAL_MOVES), ("ppo", "random"))  # better, worse
 OPTIONS = {
     "out": None,
     "quick": False,
@@ -81,13 +84,11 @@ def run_once(name: str, problem: Problem, evaluations: int, seed: int, cached: b
         visited.append(estimate.iteration_s)
 
     result = run_search(make(name), problem, Budget(evaluations), seed, on_progress=visit, cached=cached)
-    if result.estimate is None:
-        raise InputError(f"{name}, seed {seed}: {result.reason}")
     quarters = [float(np.mean(part)) for part in np.array_split(visited, 4)]
     return {
         "searcher": name,
         "seed": seed,
-        "iteration_time_s": result.estimate.iteration_s,
+        "iteration_time_s": result.estimate.iteration_s if result.estimate else None,  # None: no plan that fits
         "lower_bound_s": result.lower_bound_s,
         "gap_to_lower_bound": result.gap_to_lower_bound,
         "evaluations": result.evaluations,
@@ -128,7 +129,8 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps({"settings": settings, "run": run}))
         temporary.replace(path)
-        print(f"{name} seed {seed}{'' if cached else ' uncached'}: {run['iteration_time_s']:.4f} s", flush=True)
+        found = "no plan that fits" if run["iteration_time_s"] is None else f"{run['iteration_time_s']:.4f} s"
+        print(f"{name} seed {seed}{'' if cached else ' uncached'}: {found}", flush=True)
         return run
 
     cached: dict[str, Any] = {}
@@ -142,26 +144,24 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
 
 
 def summarise(cached: dict[str, Any], uncached: dict[str, Any]) -> dict[str, Any]:
-    """Per method: mean and 95 % bootstrap interval of the best time, gaps, tests, cache; see the keys."""
+    """Per method: failures, mean and 95 % bootstrap interval of the best time, gaps, tests, cache; see the keys.
+
+    Times are over the seeds that found a plan; gaps are to the strongest bound that any run proved.
+    """
     from scipy import stats
 
-    times = {name: np.array([run["iteration_time_s"] for run in runs]) for name, runs in cached.items()}
-    last = {name: np.array([run["mean_visited_s_by_quarter"][3] for run in runs]) for name, runs in cached.items()}
+    bound_s = max(run["lower_bound_s"] for runs in cached.values() for run in runs)
+    found = {name: [run for run in runs if run["iteration_time_s"] is not None] for name, runs in cached.items()}
+    times = {name: np.array([run["iteration_time_s"] for run in runs]) for name, runs in found.items() if runs}
     methods = {}
     for name, runs in cached.items():
-        sample, first = times[name], runs[0]
-        low = high = float(sample.mean())
-        if len(set(sample)) > 1:
-            interval = stats.bootstrap((sample,), np.mean, rng=np.random.default_rng(0)).confidence_interval
-            low, high = float(interval.low), float(interval.high)
+        first = runs[0]
         methods[name] = {
             "seeds": len(runs),
-            "mean_iteration_time_s": float(sample.mean()),
-            "interval_95_s": [low, high],
-            "best_s": float(sample.min()),
-            "worst_s": float(sample.max()),
-            "mean_gap_to_lower_bound": float(np.mean([run["gap_to_lower_bound"] for run in runs])),
-            "mean_visited_last_quarter_s": float(last[name].mean()),
+            "failures": len(runs) - len(found[name]),
+            **(times_summary(times[name], bound_s) if name in times else {}),
+            "mean_visited_last_quarter_s": float(np.mean([run["mean_visited_s_by_quarter"][3] for run in runs])),
+            "mean_evaluations": float(np.mean([run["evaluations"] for run in runs])),
             "mean_seconds": float(np.mean([run["seconds"] for run in runs])),
             "operator_latencies_avoided_against_no_memo": share(
                 first["operator_evaluations_avoided"], first["operator_evaluations"]
@@ -172,18 +172,34 @@ def summarise(cached: dict[str, Any], uncached: dict[str, Any]) -> dict[str, Any
             "seconds_uncached_over_cached": uncached[name]["seconds"] / first["seconds"],
         }
     tests = {}
-    for better, worse in (("autohaap", "random"), ("ga", "random"), ("ppo", LEGAL_MOVES), ("ppo", "random")):
-        if better in times and worse in times and len(times[better]) > 1:
+    for better, worse in CLAIMS:
+        if better in times and worse in times and min(len(times[better]), len(times[worse])) > 1:
             test = stats.ttest_ind(times[better], times[worse], equal_var=False, alternative="less")
             tests[f"{better} better than {worse}"] = float(test.pvalue)
-    bounds = {run["lower_bound_s"] for runs in cached.values() for run in runs}
     best = min(float(sample.min()) for sample in times.values())
     return {
         "methods": methods,
         "welch_one_sided_p": tests,
-        "lower_bound_s": max(bounds),
+        "lower_bound_s": bound_s,
         "best_s": best,
-        "best_over_bound": best / max(bounds) - 1,
+        "best_over_bound": best / bound_s - 1,
+    }
+
+
+def times_summary(sample: Floats, bound_s: float) -> dict[str, Any]:
+    """Mean with its 95 % bootstrap interval, extremes and mean gap of a method's best times."""
+    from scipy import stats
+
+    low = high = float(sample.mean())
+    if len(set(sample.tolist())) > 1:
+        interval = stats.bootstrap((sample,), np.mean, method="percentile", rng=np.random.default_rng(0))
+        low, high = float(interval.confidence_interval.low), float(interval.confidence_interval.high)
+    return {
+        "mean_iteration_time_s": float(sample.mean()),
+        "interval_95_s": [low, high],
+        "best_s": float(sample.min()),
+        "worst_s": float(sample.max()),
+        "mean_gap_to_lower_bound": float(sample.mean() / bound_s - 1),
     }
 
 
@@ -194,18 +210,23 @@ def table(summary: dict[str, Any], options: dict[str, Any]) -> str:
         f"{options['model']} on {options['cluster']}, {options['evaluations']:,} evaluations; proven lower bound "
         f"{bound_s:.3f} s, best plan {best_s:.3f} s, {summary['best_over_bound']:.1%} above it",
         "",
-        "| method | seeds | mean best, s (95 % interval) | best / worst | gap to bound | visited, last quarter, s | "
-        "avoided: no memo / once per plan | seconds uncached / cached |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | seeds (failed) | mean best, s (95 % interval) | best / worst | gap to bound | visited, last quarter, s"
+        " | evaluations | avoided: no memo / once per plan | seconds uncached / cached |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in sorted(summary["methods"].items(), key=lambda item: item[1]["mean_iteration_time_s"]):
-        low, high = row["interval_95_s"]
-        no_memo = row["operator_latencies_avoided_against_no_memo"]
-        per_plan = row["operator_latencies_avoided_against_once_per_plan"]
+    rows = summary["methods"].items()
+    for name, row in sorted(rows, key=lambda item: item[1].get("mean_iteration_time_s", np.inf)):
+        found = "no plan that fits | - | -"
+        if "interval_95_s" in row:
+            low, high = row["interval_95_s"]
+            found = (
+                f"{row['mean_iteration_time_s']:.3f} ({low:.3f} to {high:.3f}) | {row['best_s']:.3f} / "
+                f"{row['worst_s']:.3f} | {row['mean_gap_to_lower_bound']:.1%}"
+            )
         lines.append(
-            f"| {name} | {row['seeds']} | {row['mean_iteration_time_s']:.3f} ({low:.3f} to {high:.3f}) | "
-            f"{row['best_s']:.3f} / {row['worst_s']:.3f} | {row['mean_gap_to_lower_bound']:.1%} | "
-            f"{row['mean_visited_last_quarter_s']:.2f} | {no_memo:.2%} / {per_plan:.2%} | "
+            f"| {name} | {row['seeds']} ({row['failures']}) | {found} | {row['mean_visited_last_quarter_s']:.2f} | "
+            f"{row['mean_evaluations']:,.0f} | {row['operator_latencies_avoided_against_no_memo']:.2%} / "
+            f"{row['operator_latencies_avoided_against_once_per_plan']:.2%} | "
             f"{row['seconds_uncached_over_cached']:.1f} |"
         )
     lines += ["", "One-sided Welch tests on the best times:", ""]

@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
     main = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(one_point)
     given, sys.argv = sys.argv, [f"haap_rl.{config_name}", *with_search_appended(arguments)]
     try:
-        with reported(statuses):
+        with reported(statuses), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="provider=hydra.searchpath")
             main()
     finally:
         sys.argv = given
@@ -105,6 +107,13 @@ def reported(statuses: list[int]) -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         print(f"haap_rl: {explain(error)}", file=sys.stderr)
         statuses.append(2)
+    except yaml.YAMLError as error:
+        print(f"haap_rl: {_one_line(error)}; repair that YAML file", file=sys.stderr)
+        statuses.append(2)
+    except UserWarning as error:
+        path = str(error).partition("path=")[2]
+        print(f"haap_rl: hydra.searchpath: {path} Give [file://DIR] with a DIR that holds search/", file=sys.stderr)
+        statuses.append(2)
     except OSError as error:
         print(f"haap_rl: {error.filename or 'a file'}: {error.strerror}; choose another out=DIR", file=sys.stderr)
         statuses.append(2)
@@ -121,8 +130,11 @@ def explain(error: Exception) -> str:
     text = "\n".join(str(link) for link in chain)
     if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
         group, name = found.groups()
-        return f"{group}={name} is not known; {_near(name, names(group), 'choices')}"
+        return f"{group}={name} is not known; {_near(name, _choices(group, text), 'choices')}"
     if found := re.search(r"Could not override '([^']+)'", text):
+        if found[1] in _known_keys():
+            group = found[1].split(".")[0]
+            return f"{found[1]!r} is no key of the {group} that was chosen; choose the {group}=NAME that has it"
         known = [key if "." in found[1] else key.split(".")[0] for key in _known_keys()]
         return f"unknown key {found[1]!r}; {_near(found[1], sorted(set(known)), 'keys')}"
     if found := re.search(r"An item is already at '([^']+)'", text):
@@ -133,8 +145,18 @@ def explain(error: Exception) -> str:
     override = getattr(error, "override", None)
     if override is not None:
         return f"{override!r} cannot be read as key=value; quote special characters for the shell and for Hydra"
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return re.sub(r"\s+", " ", " ".join(lines[:2])) if lines else type(error).__name__
+
+
+def _choices(group: str, message: str) -> list[str]:
+    """What Hydra says there is, which counts in the folders of hydra.searchpath; ours where it says nothing."""
+    found = re.search(rf"Available options in '{group}':\n((?:\t.*\n?)+)", message)
+    return found[1].split() if found else names(group)
 
 
 def _near(word: str, known: Sequence[str], what: str) -> str:
@@ -167,10 +189,15 @@ def _known_keys() -> list[str]:
 def _check_search_name(config: dict[Any, Any], choices: Any) -> None:
     """`search.name` says which module runs; overriding it would run one search with another's settings."""
     search = config.get("search")
-    if not isinstance(search, dict) or "name" not in search:
+    chosen = str(choices.get("search"))
+    if isinstance(search, dict) and "name" not in search:
+        raise InputError(f"search={chosen}: its YAML has no key 'name'; add the line `name: {chosen}`")
+    if not isinstance(search, dict):
         raise InputError(
             f"search={search!r} is not a searcher; choose one with +search=NAME: {', '.join(names('search'))}"
         )
-    chosen = str(choices.get("search"))
     if search["name"] != chosen:
-        raise InputError(f"search.name={search['name']!r} cannot be set; choose it with +search={search['name']}")
+        raise InputError(
+            f"search.name={search['name']!r} must be {chosen!r}, as its YAML is called; choose another searcher with "
+            f"+search={search['name']}"
+        )

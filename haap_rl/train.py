@@ -14,7 +14,7 @@ from haap_rl import configs
 from haap_rl.problem.errors import InputError, check_keys
 from haap_rl.problem.presets import names
 
-KEYS = ("model", "cluster", "budget", "space", "estimator", "search", "problem", "seed", "out")
+KEYS = ("model", "cluster", "budget", "space", "estimator", "search", "problem", "tracking", "seed", "out")
 
 
 def train(config: dict[str, Any], directory: Path) -> int:
@@ -25,12 +25,13 @@ def train(config: dict[str, Any], directory: Path) -> int:
     """
     from rich.console import Console
 
+    from haap_rl.cost.estimate import Estimate
     from haap_rl.problem.presets import problem_from_config
     from haap_rl.report.progress import SearchProgress
     from haap_rl.report.tables import plan_table, summary_lines
-    from haap_rl.search.base import Budget, load_searcher, run_search
+    from haap_rl.search.base import Budget, Objective, load_searcher, run_search
     from haap_rl.space.options import SpaceSpec
-    from haap_rl.tracking import write_record
+    from haap_rl.tracking import tracker_from_config, write_record
 
     check_keys("configuration", config, KEYS)
     check_keys("budget", config["budget"], ("evaluations", "seconds"))
@@ -44,13 +45,21 @@ def train(config: dict[str, Any], directory: Path) -> int:
         raise InputError(f"estimator: cached={cached!r} must be true or false")
     parameters = dict(config["search"])
     searcher = load_searcher(parameters.pop("name"), parameters)
+    tracker = tracker_from_config(config, directory)
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    with SearchProgress(console, config["search"]["name"], budget.evaluations) as progress:
-        result = run_search(searcher, problem, budget, seed, spec, progress, cached)
-    if result.stopped_by == "infeasible":
-        raise InputError(result.reason)
-    write_record(directory, config, problem, result)
+    with tracker:
+        with SearchProgress(console, config["search"]["name"], budget.evaluations) as progress:
+
+            def on_progress(objective: Objective, estimate: Estimate) -> None:
+                progress(objective, estimate)
+                tracker.progress(objective, estimate)
+
+            result = run_search(searcher, problem, budget, seed, spec, on_progress, cached, tracker.log, tracker.start)
+        if result.stopped_by == "infeasible":
+            raise InputError(result.reason)
+        write_record(directory, config, problem, result)
+        tracker.finish(problem, result)
     if result.plan is not None and result.estimate is not None:
         console.print(plan_table(problem, result.plan, result.estimate))
     for line in summary_lines(problem, result):

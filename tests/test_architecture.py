@@ -53,6 +53,12 @@ def test_only_configs_imports_hydra():
             assert not any(name.split(".")[0] in ("hydra", "omegaconf") for name in imports(path)), path
 
 
+def test_only_one_module_imports_wandb():
+    for path in [*(ROOT / "haap_rl").rglob("*.py"), *(ROOT / "envs").rglob("*.py")]:
+        if path.name != "weights_and_biases.py":
+            assert not any(name.split(".")[0] == "wandb" for name in imports(path)), path
+
+
 def test_no_searcher_keeps_a_clock_or_a_log():
     for path in (ROOT / "haap_rl" / "search").glob("*.py"):
         if path.name not in ("base.py", "__init__.py"):

@@ -1,4 +1,4 @@
-"""Progress of a search: a bar on a terminal, a plain line every tenth of the budget elsewhere."""
+"""Progress of a search: a bar on a terminal; elsewhere a plain line at the first plan and every tenth of the budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SearchProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._shown_s = 0.0
-        self._next_line = max(1, (evaluations or 10_000) // 10)
+        self._every = max(1, (evaluations or 10_000) // 10)
 
     def __enter__(self) -> SearchProgress:
         if self._console.is_terminal:
@@ -40,7 +40,7 @@ class SearchProgress:
             if objective.seconds - self._shown_s > 0.1:
                 self._shown_s = objective.seconds
                 self._bar.update(self._task, completed=objective.evaluations, state=self._state(objective))
-        elif objective.evaluations % self._next_line == 0:
+        elif objective.evaluations == 1 or objective.evaluations % self._every == 0:
             self._console.print(f"{self._name}: {self._state(objective)}", highlight=False)
 
     def _state(self, objective: Objective) -> str:

@@ -3,7 +3,8 @@
     result = run_search(AutoHAAP(), problem, Budget(evaluations=10_000), seed=0)
 
 A searcher takes (problem, objective, rng) and proposes plans with `objective(plan)` until it returns or
-`BudgetExhausted` passes through it. It holds no clock, counter, log, best-so-far or global randomness.
+`BudgetExhausted` passes through it. It holds no clock, counter, log, best-so-far or global randomness. Figures of its
+own it hands to `objective.log`, things worth keeping (a trained model) to `artifacts`; where they go is not its matter.
 
 An evaluation is any candidate whose iteration time is computed: what-ifs and plans that do not fit included. Looking
 into memory tables and at single stages is not one.
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +37,7 @@ from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
 
 OPTIMAL_WITHIN = 1e-9  # relative: the rounding of the schedule's sums
+ENTRY_POINT_GROUP = "haap_rl.searchers"  # where installed packages offer theirs
 
 
 class BudgetExhausted(Exception):
@@ -75,6 +79,7 @@ class SearchResult:
     operator_evaluations_avoided    fewer than without any memo
     operator_evaluations_avoided_per_plan   fewer than pricing each distinct operator once per plan
     lower_bound_s                   no plan of the declared space is faster (inf if none fits)
+    artifacts                       what the searcher made besides: file name -> content
     """
 
     plan: Plan | None
@@ -91,6 +96,7 @@ class SearchResult:
     reason: str
     seed: int
     pruning: PruningReport
+    artifacts: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)  # zip files hold a time
 
     @property
     def gap_to_lower_bound(self) -> float | None:
@@ -101,6 +107,7 @@ class SearchResult:
 
 
 Progress = Callable[["Objective", Estimate], None]
+Log = Callable[["Objective", Mapping[str, float]], None]
 
 
 class Objective:
@@ -121,6 +128,7 @@ class Objective:
         cached: bool = True,
         on_progress: Progress | None = None,
         lower_bound_s: float = 0.0,
+        on_log: Log | None = None,
     ) -> None:
         self.problem, self.budget, self.lower_bound_s = problem, budget, lower_bound_s
         self.estimator = Estimator(problem, cached)
@@ -128,7 +136,7 @@ class Objective:
         self.evaluations = 0
         self.best: tuple[Plan, Estimate] | None = None
         self.trace: list[TracePoint] = []
-        self._on_progress = on_progress
+        self._on_progress, self._on_log = on_progress, on_log
         self._started = time.perf_counter()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Objective:
@@ -175,25 +183,33 @@ class Objective:
         """Take note that no plan of the space takes less than `lower_bound_s` seconds."""
         self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """Hand a searcher's own figures (a loss, a temperature) to whoever listens; nobody may."""
+        if self._on_log is not None:
+            self._on_log(self, values)
+
+    def state(self) -> TracePoint:
+        """The present state, as the trace has it."""
+        estimator = self.estimator
+        return TracePoint(
+            self.evaluations,
+            self.best[1].iteration_s if self.best is not None and self.best[1].fits else None,
+            estimator.operators_computed,
+            max(0, estimator.operators_requested - estimator.operators_computed),
+            self.seconds,
+        )
+
     def record(self) -> None:
         """Append the present state to the trace."""
-        estimator = self.estimator
-        best_s = self.best[1].iteration_s if self.best is not None and self.best[1].fits else None
-        self.trace.append(
-            TracePoint(
-                self.evaluations,
-                best_s,
-                estimator.operators_computed,
-                max(0, estimator.operators_requested - estimator.operators_computed),
-                self.seconds,
-            )
-        )
+        self.trace.append(self.state())
 
 
 class Searcher(Protocol):
     """Proposes plans to `objective` until it returns or BudgetExhausted passes through it.
 
     All randomness comes from `rng`. What it proves on the way it tells `objective.prove`.
+    A searcher may also have `artifacts() -> Mapping[str, bytes]`, file names and contents worth keeping: it is asked
+    once after the search, however that ended, and the files are written beside the record.
     """
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None: ...
@@ -207,16 +223,21 @@ def run_search(
     space: SpaceSpec | None = None,
     on_progress: Progress | None = None,
     cached: bool = True,
+    on_log: Log | None = None,
+    on_start: Callable[[], None] | None = None,
 ) -> SearchResult:
     """Run one searcher on one problem; the seed enters here and nowhere else.
 
-    on_progress: called after every evaluation with (objective, estimate). cached: the estimator's memo (idea 3 of
-    the paper); results do not depend on it. Ctrl-C ends the search with the best plan so far.
+    on_start: called once before the clock starts, if any plan can fit. on_progress: called after every evaluation with
+    (objective, estimate). on_log: called with (objective, figures) of the searcher's own. cached: the estimator's memo
+    (idea 3 of the paper); results do not depend on it. Ctrl-C ends the search with the best plan so far.
     """
     spec = space or SpaceSpec()
     bound = lower_bound(problem, spec)
     pruning = pruning_report(problem, spec)
-    objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds)
+    if on_start is not None and bound.seconds != np.inf:
+        on_start()
+    objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds, on_log)
     stopped_by, reason = "finished", ""
     if bound.seconds == np.inf:
         stopped_by = "infeasible"
@@ -251,22 +272,41 @@ def run_search(
         reason=reason,
         seed=seed,
         pruning=pruning,
+        artifacts=_artifacts(searcher) if stopped_by != "infeasible" else {},
     )
 
 
-def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Searcher:
-    """The searcher of the module `haap_rl.search.<name>`, built with `parameters`; the module is imported only now.
+def _artifacts(searcher: Searcher) -> dict[str, bytes]:
+    """What the searcher made besides plans. Raises ValueError for a name that is not a plain file name."""
+    made: dict[str, bytes] = dict(getattr(searcher, "artifacts", dict)())
+    for name in made:
+        if not name or name.startswith(".") or PurePath(name).name != name or "\\" in name:
+            raise ValueError(f"{type(searcher).__name__}.artifacts: {name!r} is not a plain file name")
+    return made
 
-    Raises InputError for an unknown name or parameter.
+
+def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Searcher:
+    """The searcher called `name`, built with `parameters`; its module is imported only now.
+
+    It is the class of the module `haap_rl.search.<name>`, or else what an installed package offers under that name in
+    the entry point group `haap_rl.searchers`. Raises InputError for an unknown name or parameter, and for an entry
+    point that does not lead to a searcher.
     """
+    searcher_class = _own_class(name) or _installed_class(name)
+    if parameters is not None:
+        known = list(inspect.signature(searcher_class).parameters)
+        check_keys(f"search={name}", parameters, (), known)
+    searcher: Searcher = searcher_class(**(parameters or {}))
+    return searcher
+
+
+def _own_class(name: str) -> Any:
+    """The one class with a search method in our module `name`; None where there is no such module."""
     if not name.isidentifier() or name in ("base", "__init__"):
-        raise InputError(f"search={name!r} is not a searcher; see conf/search/ for the choices")
-    try:
-        module = importlib.import_module(f"haap_rl.search.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"haap_rl.search.{name}":
-            raise
-        raise InputError(f"search={name!r} is not known; see conf/search/ for the choices") from None
+        return None
+    if importlib.util.find_spec(f"haap_rl.search.{name}") is None:
+        return None
+    module = importlib.import_module(f"haap_rl.search.{name}")
     found = [
         kind
         for kind in vars(module).values()
@@ -274,12 +314,36 @@ def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Sea
     ]
     if len(found) != 1:
         raise TypeError(f"{module.__name__} must define exactly one class with a search method, it has {len(found)}")
-    searcher_class: Any = found[0]
-    if parameters is not None:
-        known = list(inspect.signature(searcher_class).parameters)
-        check_keys(f"search={name}", parameters, (), known)
-    searcher: Searcher = searcher_class(**(parameters or {}))
-    return searcher
+    return found[0]
+
+
+def _installed_class(name: str) -> Any:
+    """The class behind the entry point `name`. Raises InputError where there is none, or it cannot be had."""
+    from importlib.metadata import entry_points
+
+    offered = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name}
+    if not offered:
+        installed = sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+        raise InputError(
+            f"search={name!r} is not known; see conf/search/ for the choices, besides them installed packages offer "
+            f"{', '.join(installed) or 'none'} (entry point group {ENTRY_POINT_GROUP})"
+        )
+    if len(offered) > 1:
+        raise InputError(
+            f"search={name!r} is offered by several installed packages ({', '.join(sorted(offered))}); "
+            "uninstall all but one"
+        )
+    point = next(iter(offered.values()))
+    package = f" of package {point.dist.name!r}" if point.dist is not None else ""
+    where = f"search={name!r}: entry point {point.value!r}{package}"
+    try:
+        kind = point.load()
+    except Exception as error:  # whatever importing somebody else's module raises
+        reason = " ".join(str(error).split()) or "no message"
+        raise InputError(f"{where} cannot be imported ({type(error).__name__}: {reason}); repair it") from error
+    if not inspect.isclass(kind) or not hasattr(kind, "search"):
+        raise InputError(f"{where} is not a class with a search method; let it name one, as module:Class")
+    return kind
 
 
 @contextlib.contextmanager

@@ -5,18 +5,35 @@ The environment is taken by its module-qualified id, so nothing here imports upw
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib import MaskablePPO
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.logger import KVWriter, Logger
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective, seeded_global_random
 
 ENVIRONMENT = "haap_envs:haap_rl/Partition-v0"
+
+
+class ObjectiveWriter(KVWriter):
+    """Passes the figures that Stable-Baselines3 logs (train/*, rollout/*, time/*) on to the objective."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+
+    def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
+        values = {key: float(value) for key, value in key_values.items() if isinstance(value, int | float | np.number)}
+        self._objective.log(values)
+
+    def close(self) -> None:
+        pass
 
 
 class PPO:
@@ -27,6 +44,8 @@ class PPO:
     max_moves      moves per episode
     learning_rate, gamma, gae_lambda, num_epochs, batch_size, clip_range, entropy   as in Stable-Baselines3
     hidden         units of each of the two hidden layers, policy and value network each
+
+    The trained model is kept as the artifact policy.zip, for `MaskablePPO.load`.
     """
 
     def __init__(
@@ -45,6 +64,7 @@ class PPO:
     ) -> None:
         self.num_envs, self.num_steps, self.max_moves = num_envs, num_steps, max_moves
         self.hidden = hidden
+        self._model: MaskablePPO | None = None
         self._settings: dict[str, Any] = {
             "learning_rate": learning_rate,
             "gamma": gamma,
@@ -65,13 +85,14 @@ class PPO:
                 disable_env_checker=True,
             )
 
+        self._model = None
         num_steps = self.num_steps
         if objective.remaining is not None:  # at least four updates, or PPO would only ever act at random
             num_steps = max(2, min(num_steps, objective.remaining // (4 * self.num_envs)))
         with seeded_global_random(rng) as seed:
-            environments = DummyVecEnv([make] * self.num_envs)
+            environments = VecMonitor(DummyVecEnv([make] * self.num_envs))  # which sums the rewards for rollout/*
             settings = {**self._settings, "batch_size": min(self._settings["batch_size"], num_steps * self.num_envs)}
-            model = MaskablePPO(
+            self._model = MaskablePPO(
                 "MlpPolicy",
                 environments,
                 n_steps=num_steps,
@@ -80,4 +101,13 @@ class PPO:
                 device="cpu",
                 **settings,
             )
-            model.learn(total_timesteps=10**12)  # the objective ends it
+            self._model.set_logger(Logger(folder=None, output_formats=[ObjectiveWriter(objective)]))
+            self._model.learn(total_timesteps=10**12)  # the objective ends it
+
+    def artifacts(self) -> Mapping[str, bytes]:
+        """policy.zip: the model as it was when the search ended; nothing if that was before there was one."""
+        if self._model is None:
+            return {}
+        file = io.BytesIO()
+        self._model.save(file)
+        return {"policy.zip": file.getvalue()}

@@ -34,6 +34,9 @@ def test_compare_writes_every_file_and_goes_on_where_it_stopped(tmp_path, capsys
     summary = json.loads(first)
     assert set(summary["methods"]) >= methods
     for row in summary["methods"].values():
+        assert row["seeds"] == 2
+        if row["failures"] == 2:
+            continue
         assert row["interval_95_s"][0] <= row["mean_iteration_time_s"] <= row["interval_95_s"][1]
         assert row["best_s"] >= summary["lower_bound_s"]
         assert 0 < row["operator_latencies_avoided_against_once_per_plan"] < 1
@@ -41,7 +44,7 @@ def test_compare_writes_every_file_and_goes_on_where_it_stopped(tmp_path, capsys
         "autohaap better than random", "ga better than random", "ppo better than legal_moves", "ppo better than random",
     }  # fmt: skip
     assert is_picture(tmp_path / "curves.png")
-    assert "| autohaap | 2 |" in (tmp_path / "table.md").read_text()
+    assert "| autohaap | 2 (0) |" in (tmp_path / "table.md").read_text()
 
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     assert compare.main(arguments) == 0

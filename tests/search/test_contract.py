@@ -1,4 +1,7 @@
-"""Every searcher in conf/search/ keeps the same promises; a new one is found here by itself."""
+"""Every searcher in conf/search/ keeps the same promises; a new one is found here by itself.
+
+So do the one of docs/new_searcher.md, installed as a package of its own, and any named in HAAP_RL_SEARCHER_YAML.
+"""
 
 import dataclasses
 import inspect
@@ -8,6 +11,7 @@ import random
 
 import numpy as np
 import pytest
+import yaml
 
 from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.errors import InputError
@@ -15,10 +19,12 @@ from haap_rl.problem.presets import load_problem, names, preset
 from haap_rl.search.base import Budget, BudgetExhausted, Objective, load_searcher, run_search
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
+from tests import documented_searcher
 from tests.builders import group, problem
 from tests.space.enumerate_plans import every_plan
 
-SEARCHERS = names("search")
+INSTALLED = {path.stem: path for path in documented_searcher.own_searchers_yaml()}
+SEARCHERS = list(dict.fromkeys([*names("search"), documented_searcher.NAME, *INSTALLED]))
 SPEC = SpaceSpec(num_microbatches=(2, 4), max_stages=3, max_tp=2, group_sizes=(1, 2), recompute=("none", "full"))
 BUDGET = Budget(evaluations=200)
 
@@ -38,8 +44,27 @@ def optimum():
     return min(estimate.iteration_s for _, estimate in every_plan(space) if estimate.fits)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory):
+    """The documented searcher, installed, unless one of that name is installed already."""
+    if documented_searcher.NAME in INSTALLED:
+        yield
+        return
+    folder = tmp_path_factory.mktemp("documented")
+    INSTALLED[documented_searcher.NAME] = documented_searcher.write_package(folder / "package")
+    documented_searcher.install(folder / "package", folder / "site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder / "site")
+        yield
+
+
+def settings(name):
+    """The YAML of a searcher, ours or an installed one's."""
+    return yaml.safe_load(INSTALLED[name].read_text()) if name in INSTALLED else preset("search", name)
+
+
 def searcher(name):
-    parameters = preset("search", name)
+    parameters = settings(name)
     assert parameters.pop("name") == name
     return load_searcher(name, parameters)
 
@@ -57,7 +82,7 @@ def test_there_are_the_searchers_of_the_paper():
 @pytest.mark.parametrize("name", SEARCHERS)
 def test_yaml_lists_every_parameter_with_its_default(name):
     constructor = inspect.signature(type(load_searcher(name))).parameters
-    listed = {key: value for key, value in preset("search", name).items() if key != "name"}
+    listed = {key: value for key, value in settings(name).items() if key != "name"}
     assert listed == {key: parameter.default for key, parameter in constructor.items()}
 
 
@@ -115,6 +140,13 @@ def test_cached_and_uncached_runs_are_equal_but_for_the_operator_columns(run):
     assert plain.operator_evaluations_avoided == 0
     assert plain.operator_evaluations > 10 * result.operator_evaluations
     assert result.operator_evaluations_avoided > result.operator_evaluations_avoided_per_plan > 0
+
+
+def test_artifacts_are_plain_files_and_no_part_of_equality(run):
+    _, result = run
+    assert all(isinstance(content, bytes) for content in result.artifacts.values())
+    assert not set(result.artifacts) & {"config.yaml", "plan.json", "result.json", "trace.csv", "report.html"}
+    assert dataclasses.replace(result, artifacts={}) == result
 
 
 @pytest.mark.parametrize("name", SEARCHERS)
@@ -182,6 +214,38 @@ def test_searches_that_do_not_run_to_the_budget():
     nothing = run_search(Proposes(lambda *_: None), small(), BUDGET, space=SPEC)
     assert nothing.plan is None
     assert "before it tried a plan" in nothing.reason
+
+
+def test_what_a_searcher_logs_and_makes_is_handed_on_however_it_ends():
+    class Makes(Proposes):
+        def artifacts(self):
+            return {self.name: b"made"}
+
+    def run(function, name="thing.bin", **settings):
+        proposes = Makes(function)
+        proposes.name = name
+        return run_search(proposes, small(), Budget(evaluations=1), space=SPEC, **settings)
+
+    def logs(problem, objective, rng):
+        objective.log({"loss": 1.0})
+        raise KeyboardInterrupt
+
+    def spends(problem, objective, rng):
+        while True:
+            objective(objective.space.plan(objective.space.draw(rng)))
+
+    heard = []
+    assert run(logs, on_log=lambda objective, values: heard.append((objective.evaluations, values))).artifacts
+    assert heard == [(0, {"loss": 1.0})]
+    assert run(logs).stopped_by == "interrupted"
+    assert run(spends).artifacts == {"thing.bin": b"made"}
+    for name in ("../x", "a/b", "a\\b", ".hidden", ""):
+        with pytest.raises(ValueError, match="plain file name"):
+            run(spends, name)
+    started = []
+    run_search(Proposes(spends), small(), BUDGET, space=SPEC, on_start=lambda: started.append(1))
+    run_search(Proposes(spends), small(1.5), BUDGET, space=SPEC, on_start=lambda: started.append(2))
+    assert started == [1]
 
 
 def test_objective_counts_what_ifs_and_progress_sees_each():

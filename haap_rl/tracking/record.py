@@ -1,4 +1,7 @@
-"""The record that every run leaves: config.yaml, plan.json, result.json and trace.csv, complete or not at all."""
+"""The record that every run leaves: config.yaml, plan.json, result.json and trace.csv, complete or not at all.
+
+Beside them lie the files of the searcher's own, such as a trained policy.zip.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,26 @@ TRACE_COLUMNS = (
 
 
 def write_record(directory: Path, config: dict[str, Any], problem: Problem, result: SearchResult) -> None:
-    """Write the four files into `directory` (made if missing); plan.json only if there is a plan.
+    """Write the four files and the searcher's own into `directory` (made if missing); plan.json if there is a plan.
 
     Each is written under a temporary name and then renamed, all of them after all were written. Raises InputError if
     the directory cannot be written.
     """
-    files = {
+    texts = {
         "config.yaml": yaml.safe_dump(config, sort_keys=False),
         "result.json": _json(result_to_json(config, problem, result)),
         "trace.csv": trace_csv(result),
     }
     if result.plan is not None:
-        files["plan.json"] = _json(problem.plan_to_json(result.plan))
+        texts["plan.json"] = _json(problem.plan_to_json(result.plan))
+    files = {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}}
     temporary: list[tuple[Path, Path]] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
+        for name, content in files.items():
             path = directory / f".{name}.{os.getpid()}.tmp"
             temporary.append((path, directory / name))
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
         for path, final in temporary:
             path.replace(final)
     except OSError as error:
