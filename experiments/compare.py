@@ -210,8 +210,8 @@ def table(summary: dict[str, Any], options: dict[str, Any]) -> str:
         f"{options['model']} on {options['cluster']}, {options['evaluations']:,} evaluations; proven lower bound "
         f"{bound_s:.3f} s, best plan {best_s:.3f} s, {summary['best_over_bound']:.1%} above it",
         "",
-        "| method | seeds (failed) | mean best, s (95 % interval) | best / worst | gap to bound | visited, last quarter, s"
-        " | evaluations | avoided: no memo / once per plan | seconds uncached / cached |",
+        "| method | seeds (failed) | mean best, s (95 % interval) | best / worst | gap to bound | "
+        "visited, last quarter, s | evaluations | avoided: no memo / once per plan | seconds uncached / cached |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rows = summary["methods"].items()

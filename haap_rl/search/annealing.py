@@ -12,25 +12,25 @@ from haap_rl.space import moves
 
 
 class Annealing:
-    """Metropolis walk on the log of the iteration time, cooled geometrically over the budget.
+    """Metropolis walks on the log of the iteration time, each cooled geometrically.
 
     start, end   temperatures: a plan e^T times slower is accepted with probability 1/e
-    cycle        evaluations of one cooling where the budget does not limit them
-    starts       plans drawn first, of which the best is walked from
+    cycle        moves of one cooling, after which it starts anew (fewer where the budget is smaller)
+    starts       plans drawn per cooling, of which the best is walked from
     """
 
-    def __init__(self, start: float = 0.1, end: float = 0.002, cycle: int = 10_000, starts: int = 20) -> None:
+    def __init__(self, start: float = 0.02, end: float = 0.0005, cycle: int = 1500, starts: int = 100) -> None:
         self.start, self.end, self.cycle, self.starts = start, end, cycle, starts
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space
         edits = moves.edits(space)
         while True:
-            total = objective.remaining or self.cycle
             genomes = [space.draw(rng) for _ in range(self.starts)]
             estimates = objective.many([space.plan(genome) for genome in genomes])
             best = min(range(self.starts), key=lambda i: objective.rank(estimates[i]))
             genome, energy = genomes[best], estimates[best].energy
+            total = self.cycle if objective.remaining is None else min(self.cycle, objective.remaining)
             for step in range(total):
                 temperature = self.start * (self.end / self.start) ** (step / total)
                 neighbour = moves.random_neighbour(space, genome, edits, rng)
