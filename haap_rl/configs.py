@@ -38,19 +38,21 @@ def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
 
     def one_point(composed: DictConfig) -> None:
         directory = Path(HydraConfig.get().runtime.output_dir)
-        with reported(statuses):
+        with reported(statuses, config_name):
             config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
             if not isinstance(config, dict):
                 raise TypeError("the composed configuration is not a mapping")
-            _check_search_name(config, HydraConfig.get().runtime.choices)
+            if "search" in config:
+                _check_search_name(config, HydraConfig.get().runtime.choices)
             statuses.append(job({str(key): value for key, value in config.items()}, directory))
-        with contextlib.suppress(OSError):
-            directory.rmdir()  # Hydra makes it beforehand; an empty one says nothing
+        if directory.resolve() != Path.cwd():
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # Hydra makes it beforehand; an empty one says nothing
 
     main = hydra.main(version_base="1.3", config_path=conf_dir(), config_name=config_name)(one_point)
     given, sys.argv = sys.argv, [f"haap_rl.{config_name}", *with_search_appended(arguments)]
     try:
-        with reported(statuses), warnings.catch_warnings():
+        with reported(statuses, config_name), warnings.catch_warnings():
             warnings.filterwarnings("error", message="provider=hydra.searchpath")
             main()
     finally:
@@ -94,8 +96,11 @@ def names_search(arguments: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def reported(statuses: list[int]) -> Iterator[None]:
-    """Turn bad input into one line on standard error and status 2, and an interrupt into 130."""
+def reported(statuses: list[int], config_name: str = "train") -> Iterator[None]:
+    """Turn bad input into one line on standard error and status 2, and an interrupt into 130.
+
+    config_name: the composed configuration, whose keys a misspelt one is compared with.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -105,7 +110,7 @@ def reported(statuses: list[int]) -> Iterator[None]:
         print(f"haap_rl: {error}", file=sys.stderr)
         statuses.append(2)
     except (HydraException, OmegaConfBaseException) as error:
-        print(f"haap_rl: {explain(error)}", file=sys.stderr)
+        print(f"haap_rl: {explain(error, config_name)}", file=sys.stderr)
         statuses.append(2)
     except yaml.YAMLError as error:
         print(f"haap_rl: {_one_line(error)}; repair that YAML file", file=sys.stderr)
@@ -122,7 +127,7 @@ def reported(statuses: list[int]) -> Iterator[None]:
         statuses.append(130)
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, config_name: str = "train") -> str:
     """One line for an error of Hydra or OmegaConf: what is wrong and what is near."""
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None:
@@ -132,11 +137,12 @@ def explain(error: Exception) -> str:
         group, name = found.groups()
         return f"{group}={name} is not known; {_near(name, _choices(group, text), 'choices')}"
     if found := re.search(r"Could not override '([^']+)'", text):
-        if found[1] in _known_keys():
+        known = _known_keys(config_name)
+        if found[1] in known:
             group = found[1].split(".")[0]
             return f"{found[1]!r} is no key of the {group} that was chosen; choose the {group}=NAME that has it"
-        known = [key if "." in found[1] else key.split(".")[0] for key in _known_keys()]
-        return f"unknown key {found[1]!r}; {_near(found[1], sorted(set(known)), 'keys')}"
+        near = {key if "." in found[1] else key.split(".")[0] for key in known}
+        return f"unknown key {found[1]!r}; {_near(found[1], sorted(near), 'keys')}"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"{found[1]!r} is there already; write it without the '+'"
     if "Missing mandatory value" in text:
@@ -164,8 +170,8 @@ def _near(word: str, known: Sequence[str], what: str) -> str:
     return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(sorted(known))}"
 
 
-def _known_keys() -> list[str]:
-    """Every dotted key of `train.yaml` and the groups, without composing anything."""
+def _known_keys(config_name: str) -> list[str]:
+    """Every dotted key of a configuration and of all choices in its groups, without composing anything."""
     keys: list[str] = []
 
     def walk(prefix: str, node: object) -> None:
@@ -180,9 +186,12 @@ def _known_keys() -> list[str]:
             keys.append(prefix)
 
     root = Path(conf_dir())
-    walk("", yaml.safe_load((root / "train.yaml").read_text(encoding="utf-8")))
-    for path in sorted(root.glob("*/*.yaml")):
-        walk(path.parent.name, yaml.safe_load(path.read_text(encoding="utf-8")))
+    main = yaml.safe_load((root / f"{config_name}.yaml").read_text(encoding="utf-8"))
+    walk("", main)
+    groups = {str(group) for entry in main["defaults"] if isinstance(entry, dict) for group in entry}
+    for group in sorted(groups | ({"search"} & set(main))):
+        for path in sorted(root.glob(f"{group}/*.yaml")):
+            walk(group, yaml.safe_load(path.read_text(encoding="utf-8")))
     return sorted(set(keys))
 
 

@@ -62,7 +62,7 @@ def train(config: dict[str, Any], directory: Path) -> int:
         tracker.finish(problem, result)
     if result.plan is not None and result.estimate is not None:
         console.print(plan_table(problem, result.plan, result.estimate))
-    for line in summary_lines(problem, result):
+    for line in summary_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"record: {directory}", highlight=False, soft_wrap=True)
     if result.stopped_by == "interrupted":

@@ -292,6 +292,55 @@ class Problem:
                 )
 
 
+def uniform_plan(
+    problem: Problem,
+    tp: int,
+    pp: int,
+    dp: int,
+    microbatch_size: int,
+    recompute: RecomputeMode = "none",
+    zero_stage: int = 1,
+    sequence_parallel: bool = True,
+) -> Plan:
+    """The plan that Megatron-LM makes of these degrees: pp stages alike, even layers, devices in the cluster's order.
+
+    A stage that falls on the border of two device groups has replicas on both. Raises PlanError if it is not legal.
+    """
+    for key, value in (("tp", tp), ("pp", pp), ("dp", dp), ("microbatch", microbatch_size)):
+        positive_int("uniform plan", key, value)
+    samples = microbatch_size * dp
+    if problem.global_batch_size % samples:
+        raise PlanError(
+            f"uniform plan: microbatch={microbatch_size} x dp={dp} does not divide global_batch_size="
+            f"{problem.global_batch_size}; choose a microbatch and dp whose product does"
+        )
+    places = [
+        group.name for group in problem.cluster.groups for _ in range(group.num_devices // tp)
+    ]  # device group of each tensor-parallel replica
+    if pp * dp > len(places):
+        raise PlanError(
+            f"uniform plan: pp={pp} x dp={dp} replicas of tp={tp} devices, but cluster {problem.cluster.name!r} has "
+            f"room for {len(places)}; lower one of them"
+        )
+    layers = even_layers(problem.model.num_layers, pp) if pp <= problem.model.num_layers else (0,) * pp
+    stages = []
+    for i, count in enumerate(layers):
+        names = places[i * dp : (i + 1) * dp]
+        replicas = tuple(ReplicaGroup(name, tp, names.count(name), microbatch_size) for name in dict.fromkeys(names))
+        again = Recompute(recompute, 0 if recompute == "none" else count)
+        stages.append(Stage(count + (i == 0) + (i == pp - 1), replicas, again))
+    plan = Plan(tuple(stages), problem.global_batch_size // samples, zero_stage, sequence_parallel)
+    problem.validate(plan)
+    return plan
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage, a remainder on the middle stages (the outer ones hold embedding and head)."""
+    each, rest = divmod(num_layers, num_stages)
+    first = (num_stages - rest) // 2
+    return tuple(each + (first <= i < first + rest) for i in range(num_stages))
+
+
 def _stage_from_json(where: str, data: object) -> Stage:
     data = _object(where, "stage", data)
     check_keys(where, data, ("num_units", "recompute", "replicas"))

@@ -50,7 +50,6 @@ def problem_from_config(model: Mapping[str, Any], cluster: Mapping[str, Any], se
 
 
 def load_problem(model: str = "llama3_8b", cluster: str = "a100x8_v100x16", **settings: Any) -> Problem:
-    """The Problem of two presets by name; `settings` override the defaults of `conf/train.yaml`."""
-    with open(Path(conf_dir(), "train.yaml"), encoding="utf-8") as file:
-        defaults = yaml.safe_load(file)["problem"]
-    return problem_from_config(preset("model", model), preset("cluster", cluster), {**defaults, **settings})
+    """The Problem of two presets by name; `settings` override those of `conf/problem/default.yaml`."""
+    settings = {**preset("problem", "default"), **settings}
+    return problem_from_config(preset("model", model), preset("cluster", cluster), settings)

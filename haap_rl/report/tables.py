@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.table import Table
 
 from haap_rl.cost.estimate import Estimate
@@ -37,21 +39,67 @@ def plan_table(problem: Problem, plan: Plan, estimate: Estimate) -> Table:
     return table
 
 
-def summary_lines(problem: Problem, result: SearchResult) -> list[str]:
+def time_table(estimate: Estimate) -> Table:
+    """Milliseconds per micro-batch (the last two: per iteration); the parts are inside forward and backward."""
+    table = Table(title="time of each stage, ms")
+    columns = ("stage", "forward", "backward", "recompute", "tensor parallel", "blocked by sends", "send to next")
+    for name in (*columns, "gradient sync", "optimiser"):
+        table.add_column(name, justify="right")
+    for i, stage in enumerate(estimate.stages):
+        once = (stage.gradient_sync_s, stage.optimizer_s)
+        parts = (stage.recompute_s, stage.tensor_parallel_s, stage.blocked_s, stage.send_s)
+        seconds = (stage.forward_s, stage.backward_s, *parts, *once)
+        table.add_row(str(i), *(f"{1e3 * value:.2f}" for value in seconds))
+    return table
+
+
+def memory_table(estimate: Estimate) -> Table:
+    """GiB on a device of each replica group of each stage, by part, at its peak."""
+    table = Table(title="memory of one device, GiB")
+    parts = ("weights", "grads", "optim.", "activ.", "logits", "recomp.", "reserved")
+    for name in ("stage", "group", *parts, "used", "has", "missing"):
+        table.add_column(name, justify="left" if name == "group" else "right")
+    for i, groups in enumerate(estimate.memory):
+        for group in groups:
+            sizes = (
+                group.weights_bytes,
+                group.gradients_bytes,
+                group.optimizer_bytes,
+                group.activations_bytes,
+                group.logits_bytes,
+                group.recompute_bytes,
+                group.reserved_bytes,
+                group.used_bytes,
+                group.capacity_bytes,
+                group.missing_bytes,
+            )
+            table.add_row(str(i), group.group, *(f"{size / GIB:.2f}" for size in sizes))
+    return table
+
+
+def plan_lines(estimate: Estimate, lower_bound_s: float) -> list[str]:
+    """How fast a plan is, what holds it up, and how far it is from the proven bound of the space."""
+    stage, resource = estimate.bottleneck
+    lines = [
+        f"iteration {estimate.iteration_s:.3f} s, {estimate.tokens_per_s:,.0f} tokens/s, bubble "
+        f"{estimate.bubble:.1%}, bottleneck stage {stage} ({resource})"
+    ]
+    if not estimate.fits:
+        lines.append(f"it does not fit: {estimate.bytes_missing / GIB:.2f} GiB are missing, see memory")
+    if 0 < lower_bound_s < math.inf:
+        gap = estimate.iteration_s / lower_bound_s - 1
+        lines.append(f"no plan of this space is faster than {lower_bound_s:.3f} s (proven): gap {gap:.1%}")
+    return lines
+
+
+def summary_lines(result: SearchResult) -> list[str]:
     """What was found, how good it is at least, and what the search took."""
-    lines = []
-    if result.plan is not None and result.estimate is not None:
-        estimate = result.estimate
-        stage, resource = estimate.bottleneck
-        lines.append(
-            f"iteration {estimate.iteration_s:.3f} s, {estimate.tokens_per_s:,.0f} tokens/s, bubble "
-            f"{estimate.bubble:.1%}, bottleneck stage {stage} ({resource})"
-        )
-        gap = result.gap_to_lower_bound
-        if gap is not None:
-            lines.append(f"no plan of this space is faster than {result.lower_bound_s:.3f} s (proven): gap {gap:.1%}")
+    if result.estimate is not None:
+        lines = plan_lines(result.estimate, result.lower_bound_s)
+        if result.proven_optimal:
+            lines.append("it is a proven optimum of this space")
     else:
-        lines.append(f"no plan: {result.reason}")
+        lines = [f"no plan: {result.reason}"]
     pruned = result.pruning
     if pruned.factor is not None:
         lines.append(

@@ -41,18 +41,18 @@ from haap_rl.space.space import Genome, Space
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 LARGEST = 1e300  # seconds; finite, so that "does not fit" is larger
-MOST_ENTRIES = 200_000_000  # of one program's tables, 8 bytes each
+MOST_ENTRIES = 50_000_000  # of the tables, 8 bytes each
 SLIGHTLY = 1e-9  # relative: bounds this close to the best are not worth a walk
 
 
 class Exact:
     """Proves the optimum, or the best bound that the budget allows.
 
-    heuristic: share of the budget's evaluations that the baseline heuristic uses between the two steps; a good plan
-    spares most of the second one.
+    heuristic: evaluations that the baseline heuristic uses between the two steps, at most half of the budget; a good
+    plan spares most of the second one.
     """
 
-    def __init__(self, heuristic: float = 0.5) -> None:
+    def __init__(self, heuristic: int = 2000) -> None:
         self.heuristic = heuristic
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
@@ -66,9 +66,9 @@ class Exact:
                 objective(space.plan(genome))
         objective.prove(min(*bounds, best_s(objective)))
 
-        evaluations = 2000 if objective.remaining is None else int(self.heuristic * objective.remaining)
-        until = objective.evaluations + evaluations
-        while objective.evaluations < until:
+        allowed = self.heuristic if objective.remaining is None else min(self.heuristic, objective.remaining // 2)
+        until = objective.evaluations + allowed
+        while objective.evaluations < until and best_s(objective) > objective.lower_bound_s * (1 + SLIGHTLY):
             AutoHAAP().descend(objective, rng)
 
         order = sorted(range(len(programs)), key=lambda i: bounds[i])
@@ -380,9 +380,9 @@ class Program:
                 yield from self._expand(solution, limit_s, c_counts, longer)
 
 
-def path_bound_s(space: Space, genome: Genome) -> float:
+def path_bound_s(program: Program, genome: Genome) -> float:
     """The path bound of one plan straight from its definition: the slow twin of the program, for reading and tests."""
-    program = Program(space, genome.num_microbatches)
+    space = program.space
     shapes = [(shape.group, shape.devices) for shape in program.shapes]
     options = [space.options[k] for k in genome.options]
     where = [shapes.index((option.group, option.num_devices)) for option in options]

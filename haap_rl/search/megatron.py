@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 
-from haap_rl.problem.plan import Problem
+from haap_rl.problem.plan import Problem, even_layers
 from haap_rl.search.base import Objective
 from haap_rl.space.options import Option
 from haap_rl.space.space import Genome, Space
@@ -49,10 +49,3 @@ def uniform_genomes(space: Space, m: int) -> list[Genome]:
         for options in sequences
         if 0 < len(options) <= space.max_stages
     ]
-
-
-def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage, a remainder on the middle stages (the outer ones hold embedding and head)."""
-    each, rest = divmod(num_layers, num_stages)
-    first = (num_stages - rest) // 2
-    return tuple(each + (first <= i < first + rest) for i in range(num_stages))

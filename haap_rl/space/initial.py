@@ -7,6 +7,7 @@ flight: its memory is then known when it is chosen. A table of the most layers t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from haap_rl.problem.plan import Problem
 from haap_rl.space.options import FIRST, LAST, Option, SpaceSpec, Tables, stage_options
 
 MOST_STATES = 300_000  # of "devices left per group", beyond which devices are counted in coarser units
-MOST_COUNTED = 20_000_000  # states x layers, beyond which plans are not counted
+MOST_COUNTED = 3e10  # multiplications, beyond which plans are not counted: some seconds
 IMPOSSIBLE = -(10**9)
 
 
@@ -141,7 +142,9 @@ def pruning_report(problem: Problem, spec: SpaceSpec) -> PruningReport:
     legal = fitting = 0
     plans: float | None = 0.0
     plans_that_fit: float | None = 0.0
-    if np.prod([n + 1.0 for n in num_devices]) * problem.model.num_layers > MOST_COUNTED:
+    kinds = len({(option.group, option.num_devices) for option in options})
+    states = math.prod(n + 1 for n in num_devices) * (problem.model.num_layers + 1) ** 2
+    if states * kinds * spec.max_stages * 2 * len(spec.num_microbatches) > MOST_COUNTED:
         plans = plans_that_fit = None
     for m in spec.num_microbatches:
         if problem.global_batch_size % m:
@@ -167,6 +170,7 @@ def count_plans(options: Sequence[Option], tables: Tables, num_devices: Sequence
     for k, option in enumerate(options):
         kinds.setdefault((option.group, option.num_devices), []).append(k)
     counts = np.arange(num_layers + 1)
+    added = counts[:, None] - counts  # layers that lead from a column's total to a row's
     ways = np.zeros((num_layers + 1, *shape))  # unfinished plans of s - 1 stages
     ways[(0,) * ways.ndim] = 1.0
     total = 0.0
@@ -184,8 +188,9 @@ def count_plans(options: Sequence[Option], tables: Tables, num_devices: Sequence
                     placed = room[:-1].reshape(num_layers, -1).sum(1)
                     total += float(placed[::-1] @ fitting)
                     continue
-                for layers in np.flatnonzero(fitting) + 1:
-                    longer[(slice(layers, None), *after)] += fitting[layers - 1] * room[: num_layers + 1 - layers]
+                # placed[total] = sum over layers of fitting[layers] x room[total - layers]: a Toeplitz product
+                ways_to_add = np.where(added > 0, np.append(0, fitting)[np.maximum(added, 0)], 0).astype(float)
+                longer[(slice(None), *after)] += np.tensordot(ways_to_add, room, axes=1)
         ways = longer
     return total
 
@@ -196,15 +201,18 @@ def no_plan_fits(problem: Problem, spec: SpaceSpec, options: Sequence[Option], e
     model = problem.model
     parts = []
     for index, group in enumerate(problem.cluster.groups):
-        least = min(
+        needed = [
             _least_bytes(spec, option, problem.global_batch_size // m, estimator)
             for m in spec.num_microbatches
             if problem.global_batch_size % m == 0
             for option in options
             if option.group == index and problem.global_batch_size // m % option.dp == 0
-        )
-        has = estimator.usable_bytes(index)
-        parts.append(f"{group.device.name} must hold at least {least / GIB:.2f} GiB and has {has / GIB:.2f} GiB usable")
+        ]
+        name, has = group.device.name, f"{estimator.usable_bytes(index) / GIB:.2f} GiB usable"
+        if needed:
+            parts.append(f"{name} must hold at least {min(needed) / GIB:.2f} GiB and has {has}")
+        else:
+            parts.append(f"{name} has {has}, but no group size of the space divides a micro-batch there")
     value = estimator.unit_memory("layer", 1, 1, 1, "none", spec.zero_stage, True)
     state_per_parameter = (value.weights + value.gradients + value.optimizer) / value.parameters
     state = model.num_parameters * state_per_parameter

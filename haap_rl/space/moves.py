@@ -75,6 +75,29 @@ def is_legal(space: Space, genome: Genome, move: Move) -> bool:
     return target is not None and space.holds(*target)
 
 
+def describe(space: Space, genome: Genome, move: Move) -> str:
+    """What `move` does to `genome`, in words; stages are counted from 0."""
+    kind, i, argument = move
+    anew = "" if kind in ("shift", "balance") else ", layers given out anew"
+    name = space.problem.cluster.groups[argument].name if kind in ("group", "insert") else ""
+    more = argument > 0
+    words = {
+        "shift": f"move one layer from stage {i} to stage {i + argument}",
+        "tp": f"stage {i}: {'double' if more else 'halve'} tp, {'halve' if more else 'double'} dp",
+        "devices": f"stage {i}: {'double' if more else 'halve'} dp",
+        "recompute": f"stage {i}: recompute {'more' if more else 'less'}",
+        "group": f"move stage {i} to {name} devices",
+        "swap": f"exchange the devices of stages {i} and {i + 1}",
+        "split": f"split stage {i} in two",
+        "merge": f"merge stages {i} and {i + 1}",
+        "insert": f"add a stage of idle {name} devices behind stage {i}",
+        "remove": f"drop stage {i}",
+        "microbatches": f"{'twice' if more else 'half'} as many micro-batches ({genome.num_microbatches} now)",
+        "balance": "give the layers out by speed",
+    }
+    return words[kind] + anew
+
+
 def random_neighbour(space: Space, genome: Genome, moves: tuple[Move, ...], rng: np.random.Generator) -> Genome:
     """The genome after a move drawn uniformly from the legal ones of `moves`; itself if there is none."""
     for index in rng.permutation(len(moves)):

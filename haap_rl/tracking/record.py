@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,24 @@ TRACE_COLUMNS = (
 def write_record(directory: Path, config: dict[str, Any], problem: Problem, result: SearchResult) -> None:
     """Write the four files and the searcher's own into `directory` (made if missing); plan.json if there is a plan.
 
-    Each is written under a temporary name and then renamed, all of them after all were written. Raises InputError if
-    the directory cannot be written.
+    Raises InputError if the directory cannot be written; an older record there is then untouched.
     """
     texts = {
         "config.yaml": yaml.safe_dump(config, sort_keys=False),
-        "result.json": _json(result_to_json(config, problem, result)),
+        "result.json": to_json_text(result_to_json(config, problem, result)),
         "trace.csv": trace_csv(result),
     }
     if result.plan is not None:
-        texts["plan.json"] = _json(problem.plan_to_json(result.plan))
-    files = {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}}
+        texts["plan.json"] = to_json_text(problem.plan_to_json(result.plan))
+    write_files(directory, {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}})
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write `files` (name -> content) into `directory`, made if missing: all of them or none.
+
+    Each is written under a temporary name and then renamed, after all were written. Raises InputError if the
+    directory cannot be written.
+    """
     temporary: list[tuple[Path, Path]] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -129,5 +137,6 @@ def trace_csv(result: SearchResult) -> str:
     return text.getvalue()
 
 
-def _json(data: object) -> str:
+def to_json_text(data: object) -> str:
+    """Indented JSON; NaN and infinity are refused."""
     return json.dumps(data, indent=2, allow_nan=False) + "\n"

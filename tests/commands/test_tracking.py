@@ -281,11 +281,14 @@ def test_ctrl_c_leaves_the_record_the_policy_and_the_offline_run(here):
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    assert process.stdout.readline().startswith("W&B: offline")
-    assert "1 of 100,000,000 plans" in process.stdout.readline()
-    time.sleep(3)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: W&B's own process gets it too
-    out, err = process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline().startswith("W&B: offline")
+        assert "1 of 100,000,000 plans" in process.stdout.readline()
+        time.sleep(3)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: W&B's own process gets it too
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # nothing once it has ended
     assert process.returncode == 130, err
     assert "interrupted" in out
     assert (here / "record" / "policy.zip").stat().st_size > 1000

@@ -186,10 +186,13 @@ def test_ctrl_c_leaves_the_best_plan_so_far(here):
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert "1 of 100,000,000 plans" in process.stdout.readline()
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    try:
+        assert "1 of 100,000,000 plans" in process.stdout.readline()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # nothing once it has ended
     assert process.returncode == 130, err
     assert "interrupted" in out
     assert json.loads((here / "record" / "result.json").read_text())["stopped_by"] == "interrupted"
