@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from haap_rl.problem.errors import InputError
-from haap_rl.problem.presets import conf_dir, names
+from haap_rl.problem.presets import choices, conf_dir, names
 
 Config = dict[str, Any]
 Job = Callable[[Config, Path], int]
@@ -121,8 +121,10 @@ def explain(error: Exception) -> str:
     text = "\n".join(str(link) for link in chain)
     if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
         group, name = found.groups()
-        return f"{group}={name} is not known; {_near(name, names(group), 'choices')}"
+        return f"{group}={name} is not known; {_near(name, choices(group), 'choices')}"
     if found := re.search(r"Could not override '([^']+)'", text):
+        if found[1] in _known_keys():  # of another choice of its group
+            return f"{found[1]!r} cannot be set with the chosen {found[1].split('.')[0]}; choose another, or drop it"
         known = [key if "." in found[1] else key.split(".")[0] for key in _known_keys()]
         return f"unknown key {found[1]!r}; {_near(found[1], sorted(set(known)), 'keys')}"
     if found := re.search(r"An item is already at '([^']+)'", text):
@@ -164,13 +166,13 @@ def _known_keys() -> list[str]:
     return sorted(set(keys))
 
 
-def _check_search_name(config: dict[Any, Any], choices: Any) -> None:
+def _check_search_name(config: dict[Any, Any], chosen_by_group: Any) -> None:
     """`search.name` says which module runs; overriding it would run one search with another's settings."""
     search = config.get("search")
     if not isinstance(search, dict) or "name" not in search:
         raise InputError(
             f"search={search!r} is not a searcher; choose one with +search=NAME: {', '.join(names('search'))}"
         )
-    chosen = str(choices.get("search"))
+    chosen = str(chosen_by_group.get("search"))
     if search["name"] != chosen:
         raise InputError(f"search.name={search['name']!r} cannot be set; choose it with +search={search['name']}")

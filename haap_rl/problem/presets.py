@@ -35,6 +35,11 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in Path(conf_dir(), group).glob("*.yaml") if path.stem != FILE)
 
 
+def choices(group: str) -> list[str]:
+    """What `group=` can be on a command line: the presets, and `file` where a person's own file can be read."""
+    return [*names(group), *([FILE] if Path(conf_dir(), group, f"{FILE}.yaml").is_file() else [])]
+
+
 def preset(group: str, name: str) -> dict[str, Any]:
     """The mapping in `conf/<group>/<name>.yaml`. Raises InputError naming what is near."""
     if name not in names(group):

@@ -28,7 +28,6 @@ GPT2 = {
     "n_head": 12,
     "n_positions": 1024,
     "vocab_size": 50257,
-    "resid_pdrop": 0.1,
 }
 NEOX = {
     **LLAMA,
@@ -49,7 +48,6 @@ OPT = {
     "max_position_embeddings": 2048,
     "vocab_size": 50272,
     "word_embed_proj_dim": 4096,
-    "dropout": 0.1,
 }
 LLAMA3 = {
     **LLAMA,
@@ -188,6 +186,8 @@ def test_families_differ_in_what_they_leave_out(write):
     assert read(GPT2).learned_positions
     assert read(GPT2).tied_embeddings
     assert read(GPT2).dropout
+    assert not read({**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}).dropout
+    assert read(OPT).dropout
     assert read(GPT2).ffn == 4 * 768
     assert read(LLAMA).kv_heads == 32
     assert not read(LLAMA).biases

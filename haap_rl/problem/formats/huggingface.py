@@ -70,7 +70,7 @@ def _llama_like(**defaults: Any) -> Family:
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         _GPT2_KEYS,
-        {"tie_word_embeddings": True, "n_inner": None, "biases": True},
+        {"tie_word_embeddings": True, "n_inner": None, "biases": True, "resid_pdrop": 0.1},
         False,
         "layernorm",
         True,
@@ -88,7 +88,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "opt": Family(
         {**_NO_GROUPS, "ffn": "ffn_dim"},
-        {"tie_word_embeddings": True, "enable_bias": True},
+        {"tie_word_embeddings": True, "enable_bias": True, "dropout": 0.1},
         False,
         "layernorm",
         True,
@@ -123,12 +123,12 @@ def _model_type(where: str, config: Config) -> str:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise InputError(f"{where}: model_type={shown(model_type)} must name the architecture; {_WAY_OUT}")
-    for key in _EXPERTS:
-        if config.get(key) not in (None, 0, 1, False) or "moe" in model_type or "mixtral" in model_type:
-            raise InputError(
-                f"{where}: model_type={shown(model_type)} is a mixture of experts, which is not supported (dense "
-                f"models only); {_WAY_OUT}"
-            )
+    experts = any(config.get(key) not in (None, 0, 1) for key in _EXPERTS)
+    if experts or "moe" in model_type or "mixtral" in model_type:
+        raise InputError(
+            f"{where}: model_type={shown(model_type)} is a mixture of experts, which is not supported (dense models "
+            f"only); {_WAY_OUT}"
+        )
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         raise InputError(
             f"{where}: model_type={shown(model_type)} is an encoder-decoder, which is not supported (decoder-only "
@@ -170,6 +170,7 @@ def _dimensions(where: str, family: Family, config: Config) -> dict[str, Any]:
     else:
         values["head_dim"] = values["hidden"] // values["heads"]
     biases = [_flag(where, family, config, key) for key in family.biases]
+    dropout = [_probability(where, key, config.get(key, family.defaults.get(key))) for key in family.dropout]
     return {
         **values,
         "gated_mlp": family.gated_mlp,
@@ -177,7 +178,7 @@ def _dimensions(where: str, family: Family, config: Config) -> dict[str, Any]:
         "norm": family.norm,
         "tied_embeddings": _flag(where, family, config, "tie_word_embeddings"),
         "biases": all(biases),
-        "dropout": max(_probability(where, key, config.get(key)) for key in family.dropout) > 0,
+        "dropout": max(dropout) > 0,
     }
 
 
