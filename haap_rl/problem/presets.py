@@ -19,6 +19,14 @@ from haap_rl.problem.plan import Problem
 FILE = "file"
 MODEL_FORMATS = ("huggingface",)
 CLUSTER_FORMATS = ("yaml", "hostfile", "metis", "topo")
+# key of conf/cluster/file.yaml -> the formats that read it; elsewhere it would be silently ignored
+READ_BY = {
+    "device": ("hostfile", "metis", "topo"),
+    "num_nodes": ("topo",),
+    "hostfile": ("metis",),
+    "intra_node": ("hostfile", "topo"),
+    "inter_node": ("hostfile", "topo"),
+}
 
 
 def conf_dir() -> str:
@@ -75,11 +83,17 @@ def model_from_file(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def cluster_from_file(config: Mapping[str, Any]) -> dict[str, Any]:
     """The mapping of the cluster in the file that `config` (as `conf/cluster/file.yaml`) names."""
-    optional = ("format", "device", "name", "num_nodes", "hostfile", "intra_node", "inter_node")
-    check_keys("cluster", config, ("path",), optional)
+    check_keys("cluster", config, ("path",), ("format", "name", *READ_BY))
     path, device, links = config["path"], config.get("device"), (config.get("intra_node"), config.get("inter_node"))
     kind = _format("cluster", config, CLUSTER_FORMATS)
+    for key, kinds in READ_BY.items():
+        if config.get(key) is not None and kind not in kinds:
+            raise InputError(
+                f"cluster.{key}={shown(config[key])} is not read with cluster.format={kind}, only with "
+                f"{' or '.join(kinds)}; drop it"
+            )
     name = _cluster_name(config)
+    num_nodes = 1 if config.get("num_nodes") is None else config["num_nodes"]
     if kind == "yaml":
         cluster = read_yaml_mapping(path, "cluster file")
         if config.get("name") is not None:
@@ -89,7 +103,7 @@ def cluster_from_file(config: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "metis":
         cluster = metis.read(path, name, config.get("hostfile"), device, _device, names("device"))
     else:
-        cluster = topo.read(path, name, device, _device, config.get("num_nodes", 1), *links)
+        cluster = topo.read(path, name, device, _device, num_nodes, *links)
     try:
         cluster_from_config(cluster, _device)
     except InputError as error:

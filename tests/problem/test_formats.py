@@ -344,6 +344,14 @@ def test_a_bad_hostfile_is_refused_by_line(write, text, words):
     refusal(lambda: cluster_from_file({"path": path, "format": "hostfile", "device": "t4"}), path, *words)
 
 
+def test_a_key_that_a_format_does_not_read_is_refused(write):
+    path = write("a slots=8")
+    config = {"path": path, "format": "hostfile", "device": "t4"}
+    refusal(lambda: cluster_from_file({**config, "num_nodes": 2}), "cluster.num_nodes=2", "topo")
+    refusal(lambda: cluster_from_file({"path": path, "device": "t4"}), "cluster.device='t4'", "hostfile")
+    refusal(lambda: cluster_from_file({"path": path}), "not a mapping", "cluster.format=hostfile")
+
+
 def test_a_hostfile_needs_a_device(write):
     path = write("a slots=8")
     refusal(lambda: cluster_from_file({"path": path, "format": "hostfile"}), "cluster.device=")

@@ -94,8 +94,10 @@ def read(kind, folder, path):
     elif kind == "huggingface":
         assert model_from_config(model_from_file({"path": path})).num_parameters > 0
     else:
-        config = {"path": path, "format": kind, "device": "a100_40", "hostfile": str(folder / "hosts")}
-        cluster = cluster_from_file(config)
+        given = {} if kind == "yaml" else {"device": "a100_40"}
+        if kind == "metis":
+            given["hostfile"] = str(folder / "hosts")
+        cluster = cluster_from_file({"path": path, "format": kind, **given})
         assert cluster_from_config(cluster, lambda name: preset("device", name)).num_devices > 0
         yaml.safe_dump(cluster)
 

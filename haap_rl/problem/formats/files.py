@@ -33,13 +33,14 @@ def read_text(path: object, what: str, largest_bytes: int = LARGEST_TEXT_BYTES) 
             raise InputError(f"{where}: is a directory; give the file in it")
         if not stat.S_ISREG(status.st_mode):  # a pipe or a device might never end
             raise InputError(f"{where}: is not a regular file; save it to one first")
-        if status.st_size > largest_bytes:
+        with open(path, "rb") as file:
+            data = file.read(largest_bytes + 1)  # st_size may be 0 where there is more, as in /proc
+        size = max(status.st_size, len(data))
+        if size > largest_bytes:
             raise InputError(
-                f"{where}: holds {status.st_size} bytes, more than the {largest_bytes} that such a file may have; "
+                f"{where}: holds {size} bytes, more than the {largest_bytes} that such a file may have; "
                 "check that it is the right file"
             )
-        with open(path, "rb") as file:
-            data = file.read(largest_bytes + 1)
     except InputError:
         raise
     except OSError as error:
@@ -112,7 +113,10 @@ def read_yaml_mapping(path: object, what: str) -> dict[str, Any]:
         raise InputError(f"{where}: holds a value that YAML cannot read ({str(error)[:80]}); quote it") from None
     _refuse_bombs(where, data)
     if not isinstance(data, dict):
-        raise InputError(f"{where}: holds {shown(data)}, not a mapping of keys to values; write it as in conf/cluster")
+        raise InputError(
+            f"{where}: holds {shown(data)}, not a mapping of keys to values; write it as in conf/cluster, "
+            "or give cluster.format=hostfile, metis or topo"
+        )
     return data
 
 
