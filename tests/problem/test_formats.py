@@ -510,6 +510,7 @@ def test_one_gpu_and_an_old_driver_are_a_node_too(write):
         ("\tGPU0\tGPU1\nGPU0\tX\n", ["line 2", "cut off"]),
         ("\tGPU0\tGPU2\nGPU0\tX\tPIX\n", ["line 1", "GPU1"]),
         ("\tGPU0\nGPU0\tX\nGPU0\tX\n", ["line 3", "twice"]),
+        ("\tGPU0\t" + "7" * 5000 + "\nGPU0\tX\tY\n", ["line 1", "columns"]),
         ("Legend: nothing", ["nvidia-smi topo -m"]),
         (topo_table(all_pairs(2, "NV99")), ["NV99", "'v100_32' has 6"]),
     ],

@@ -22,6 +22,7 @@ from haap_rl.problem.formats.nodes import DeviceNamed, links, required_device, u
 PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")  # SOC is what older drivers call SYS
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU = re.compile(r"GPU[0-9]{1,4}", re.ASCII)
+_NIC = re.compile(r"[A-Za-z][A-Za-z0-9_.:-]{0,40}", re.ASCII)  # NIC0, or mlx5_0 with older drivers
 _NVLINK = re.compile(r"NV([0-9]{1,3})", re.ASCII)
 MOST_GPUS = 1024
 
@@ -95,7 +96,8 @@ def _header(where: str, lines: Sequence[str]) -> tuple[int, list[str]]:
             raise InputError(f"{where}: line {index + 1} has MIG slices, which share a device; switch MIG off")
         num_gpus = sum(1 for column in columns if _GPU.fullmatch(column))
         expected = [f"GPU{i}" for i in range(num_gpus)]
-        if columns[:num_gpus] != expected or len(set(columns)) != len(columns) or num_gpus > MOST_GPUS:
+        named = all(_NIC.fullmatch(column) for column in columns)
+        if columns[:num_gpus] != expected or len(set(columns)) != len(columns) or num_gpus > MOST_GPUS or not named:
             raise InputError(
                 f"{where}: line {index + 1}: the columns must be GPU0, GPU1, ... (at most {MOST_GPUS}) and then NICs, "
                 "each once; print the table again"
