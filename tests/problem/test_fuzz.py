@@ -3,6 +3,7 @@
 HAAP_RL_FUZZ=N mutated files per reader (default 60); 1e5 over the six readers: HAAP_RL_FUZZ=17000.
 """
 
+import copy
 import json
 import os
 import signal
@@ -46,6 +47,46 @@ PIECES = [
     *(b"? ", b"- "),
     *(b"GPU0", b"MIG 1g.5gb", b"NV18", b"X", b"SYS", b"slots=", b"slots=999999999", b"Legend:", b"num_experts"),
 ]  # fmt: skip
+
+# what a syntactically good file may hold in the wrong place
+VALUES = [
+    *(None, True, False, -1, 0, 1, 3, 0.5, 4096.0, float("inf"), float("nan"), 10**15, 10**16, 10**400, 1e300, 1e-300),
+    *("", "x", "a100_80", "none", "\ud800", "a\nb", "7" * 5000, [], {}, [[]], {"a": {"b": 1}}, [1, "x", None] * 50),
+]  # fmt: skip
+
+
+@st.composite
+def rewritten(draw, seed, dump):
+    """A good file with some values replaced, removed or added, written again."""
+    data = yaml.safe_load(seed)
+    for _ in range(draw(st.integers(1, 3))):
+        place = data
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(place[key], dict | list) and draw(st.integers(0, 3)):
+                place = place[key]
+                continue
+            kind = draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
+            if kind == "remove":
+                del place[key]
+            elif kind == "add" and isinstance(place, dict):
+                place[draw(st.sampled_from(["extra", "num_experts", "text_config", "links", "node", "7" * 500]))] = 8
+            else:
+                place[key] = copy.deepcopy(draw(st.sampled_from(VALUES)))
+            break
+    return dump(data).encode()
+
+
+def files_for(kind):
+    """Files for the reader of `kind`: bytes mutated, and where there is a syntax to keep, values too."""
+    broken = mutated(SEEDS[kind])
+    if kind not in ("huggingface", "yaml", "metis", "plan"):
+        return broken
+    dump = yaml.safe_dump if kind == "yaml" else json.dumps
+    return st.one_of(broken, *(rewritten(seed, dump) for seed in SEEDS[kind]))
 
 
 @st.composite
@@ -124,7 +165,7 @@ def test_a_mutated_file_gives_a_result_or_one_line(folder, kind):
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
-    @given(mutated(SEEDS[kind]))
+    @given(files_for(kind))
     def check(data):
         path.write_bytes(data)
         signal.alarm(SECONDS)
