@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from haap_rl.problem.errors import InputError
-from haap_rl.problem.presets import conf_dir, names
+from haap_rl.problem.presets import choices, conf_dir, names
 
 Config = dict[str, Any]
 Job = Callable[[Config, Path], int]
@@ -162,7 +162,7 @@ def _one_line(error: Exception) -> str:
 def _choices(group: str, message: str) -> list[str]:
     """What Hydra says there is, which counts in the folders of hydra.searchpath; ours where it says nothing."""
     found = re.search(rf"Available options in '{group}':\n((?:\t.*\n?)+)", message)
-    return found[1].split() if found else names(group)
+    return found[1].split() if found else choices(group)
 
 
 def _near(word: str, known: Sequence[str], what: str) -> str:
@@ -195,10 +195,10 @@ def _known_keys(config_name: str) -> list[str]:
     return sorted(set(keys))
 
 
-def _check_search_name(config: dict[Any, Any], choices: Any) -> None:
+def _check_search_name(config: dict[Any, Any], chosen_by_group: Any) -> None:
     """`search.name` says which module runs; overriding it would run one search with another's settings."""
     search = config.get("search")
-    chosen = str(choices.get("search"))
+    chosen = str(chosen_by_group.get("search"))
     if isinstance(search, dict) and "name" not in search:
         raise InputError(f"search={chosen}: its YAML has no key 'name'; add the line `name: {chosen}`")
     if not isinstance(search, dict):

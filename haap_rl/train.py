@@ -26,7 +26,7 @@ def train(config: dict[str, Any], directory: Path) -> int:
     from rich.console import Console
 
     from haap_rl.cost.estimate import Estimate
-    from haap_rl.problem.presets import problem_from_config
+    from haap_rl.problem.presets import problem_from_config, resolved
     from haap_rl.report.progress import SearchProgress
     from haap_rl.report.tables import plan_table, summary_lines
     from haap_rl.search.base import Budget, Objective, load_searcher, run_search
@@ -36,6 +36,9 @@ def train(config: dict[str, Any], directory: Path) -> int:
     check_keys("configuration", config, KEYS)
     check_keys("budget", config["budget"], ("evaluations", "seconds"))
     check_keys("estimator", config["estimator"], ("cached",))
+    # what a file says goes into the record, not its path: the file may move
+    model, cluster = resolved(config["model"], config["cluster"])
+    config = {**config, "model": dict(model), "cluster": dict(cluster)}
     problem = problem_from_config(config["model"], config["cluster"], config["problem"])
     spec = SpaceSpec.from_config(config["space"])
     budget = Budget(**config["budget"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int
+from haap_rl.problem.errors import InputError, check_keys, label, positive_float, positive_int, shown
 
 GIB = 2**30
 PRECISIONS = ("fp16", "bf16", "fp32")
@@ -145,13 +145,16 @@ class Cluster:
 
 # -------------------------------------------------------------------- from files: human units end here
 def device_from_config(config: Mapping[str, Any]) -> DeviceType:
-    """DeviceType from a mapping in the units of `conf/device/*.yaml` (TFLOP/s, GiB, GB/s)."""
-    where = f"device {config.get('name', '?')!r}"
-    check_keys(where, config, ("name", "peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"), ("source",))
+    """DeviceType from a mapping in the units of `conf/device/*.yaml` (TFLOP/s, GiB, GB/s).
+
+    The key `node`, the machine that a device usually comes in, is for readers of cluster files (`usual_node`).
+    """
+    where = f"device {shown(config.get('name', '?'))}"
+    check_keys(where, config, ("name", "peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"), ("source", "node"))
     peaks = _mapping(where, "peak_tflops", config["peak_tflops"])
     check_keys(f"{where}: peak_tflops", peaks, (), PRECISIONS)
     return DeviceType(
-        name=str(config["name"]),
+        name=label(where, "name", config["name"]),
         peak_flops=tuple(
             (str(name), positive_float(where, f"peak_tflops.{name}", value) * 1e12) for name, value in peaks.items()
         ),
@@ -168,7 +171,7 @@ def cluster_from_config(config: Mapping[str, Any], device_named: Callable[[str],
 
     device_named: returns the mapping of a registered device, for groups that give `device` as a name.
     """
-    where = f"cluster {config.get('name', '?')!r}"
+    where = f"cluster {shown(config.get('name', '?'))}"
     check_keys(where, config, ("name", "groups"), ("links", "source"))
     groups = []
     for position, entry in enumerate(_sequence(where, "groups", config["groups"])):
@@ -178,12 +181,14 @@ def cluster_from_config(config: Mapping[str, Any], device_named: Callable[[str],
         device = entry["device"]
         groups.append(
             DeviceGroup(
-                name=str(entry["name"]),
-                device=device_from_config(device if isinstance(device, Mapping) else device_named(str(device))),
+                name=label(place, "name", entry["name"]),
+                device=device_from_config(
+                    device if isinstance(device, Mapping) else device_named(label(place, "device", device))
+                ),
                 num_nodes=positive_int(place, "num_nodes", entry["num_nodes"]),
                 devices_per_node=positive_int(place, "devices_per_node", entry["devices_per_node"]),
-                intra_node=_link(f"{place}.intra_node", entry["intra_node"]),
-                inter_node=_link(f"{place}.inter_node", entry["inter_node"]),
+                intra_node=link_from_config(f"{place}.intra_node", entry["intra_node"]),
+                inter_node=link_from_config(f"{place}.inter_node", entry["inter_node"]),
             )
         )
     links = []
@@ -193,13 +198,15 @@ def cluster_from_config(config: Mapping[str, Any], device_named: Callable[[str],
         check_keys(place, entry, ("between", "latency_us", "bandwidth_gb_per_s"))
         between = _sequence(place, "between", entry["between"])
         if len(between) != 2:
-            raise InputError(f"{place}: between={list(between)!r} must name two device groups")
+            raise InputError(f"{place}: between={shown(list(between))} must name two device groups")
         link = {key: entry[key] for key in ("latency_us", "bandwidth_gb_per_s")}
-        links.append((str(between[0]), str(between[1]), _link(place, link)))
-    return Cluster(str(config["name"]), tuple(groups), tuple(links))
+        first, second = (label(place, "between", name) for name in between)
+        links.append((first, second, link_from_config(place, link)))
+    return Cluster(label(where, "name", config["name"]), tuple(groups), tuple(links))
 
 
-def _link(where: str, config: object) -> Link:
+def link_from_config(where: str, config: object) -> Link:
+    """Link from a mapping of latency_us and bandwidth_gb_per_s. `where` names its place in messages."""
     config = _mapping(where, "", config)
     check_keys(where, config, ("latency_us", "bandwidth_gb_per_s"))
     return Link(
@@ -210,11 +217,12 @@ def _link(where: str, config: object) -> Link:
 
 def _mapping(where: str, key: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise InputError(f"{where}: {key or 'value'}={value!r} must be a mapping of keys to values")
+        given = f"{key}={shown(value)}" if key else shown(value)
+        raise InputError(f"{where}: {given} must be a mapping of keys to values")
     return value
 
 
 def _sequence(where: str, key: str, value: object) -> Sequence[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InputError(f"{where}: {key}={value!r} must be a list")
+        raise InputError(f"{where}: {key}={shown(value)} must be a list")
     return value

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from haap_rl.problem.errors import InputError, check_keys, positive_int
+from haap_rl.problem.errors import InputError, check_keys, label, positive_int, shown
 
 Unit = Literal["embedding", "layer", "head", "tied_head"]
 Split = Literal["column", "row", "tensor", "sequence"]
@@ -61,9 +61,9 @@ class Model:
             if field.type == "int":
                 positive_int(where, field.name, value)
             elif field.type == "bool" and not isinstance(value, bool):
-                raise InputError(f"{where}: {field.name}={value!r} must be true or false")
+                raise InputError(f"{where}: {field.name}={shown(value)} must be true or false")
         if self.norm not in ("layernorm", "rmsnorm"):
-            raise InputError(f"{where}: norm={self.norm!r} must be 'layernorm' or 'rmsnorm'")
+            raise InputError(f"{where}: norm={shown(self.norm)} must be 'layernorm' or 'rmsnorm'")
         if self.heads % self.kv_heads:
             raise InputError(
                 f"{where}: heads={self.heads} must be a multiple of kv_heads={self.kv_heads} (grouped-query attention)"
@@ -145,11 +145,11 @@ def _operators(model: Model, unit: Unit) -> tuple[Operator, ...]:
 
 def model_from_config(config: Mapping[str, Any]) -> Model:
     """Model from the mapping of a `conf/model/*.yaml`. Raises InputError for missing, unknown or impossible keys."""
-    where = f"model {config.get('name', '?')!r}"
+    where = f"model {shown(config.get('name', '?'))}"
     names = [field.name for field in fields(Model)]
     check_keys(where, config, names, ("source",))
     values: dict[str, Any] = {}
     for field in fields(Model):
         value = config[field.name]
         values[field.name] = positive_int(where, field.name, value) if field.type == "int" else value
-    return Model(**{**values, "name": str(config["name"])})
+    return Model(**{**values, "name": label(where, "name", config["name"])})

@@ -6,14 +6,14 @@ not fit. `Problem.validate` is the only legality check there is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from haap_rl.problem.cluster import PRECISIONS, Cluster
-from haap_rl.problem.errors import InputError, PlanError, check_keys, positive_int
+from haap_rl.problem.errors import InputError, PlanError, check_keys, label, positive_int, shown
+from haap_rl.problem.formats.files import read_json_object
 from haap_rl.problem.model import Model
 
 PLAN_SCHEMA = "haap_rl.plan/1"
@@ -155,7 +155,7 @@ class Problem:
             raise PlanError(f"{where}: it has no replicas; give at least one replica group")
         mode, recomputed = stage.recompute.mode, stage.recompute.num_layers
         if mode not in RECOMPUTE_MODES:
-            raise PlanError(f"{where}: recompute mode {mode!r} is not one of {', '.join(RECOMPUTE_MODES)}")
+            raise PlanError(f"{where}: recompute mode {shown(mode)} is not one of {', '.join(RECOMPUTE_MODES)}")
         if not 0 <= recomputed <= layers or (mode == "none") != (recomputed == 0):
             raise PlanError(
                 f"{where}: recompute {mode!r} of {recomputed} layers in a stage of {layers}; "
@@ -231,28 +231,23 @@ class Problem:
         or model, and PlanError if the plan in it is not legal here.
         """
         where = f"plan file {str(path)!r}"
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{where}: cannot be read ({error.strerror}); check the path") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{where}: is not valid JSON ({error}); write it with Problem.plan_to_json") from None
-        return self.plan_from_json(data, where)
+        return self.plan_from_json(read_json_object(path, "plan file"), where)
 
     def plan_from_json(self, data: object, where: str = "plan") -> Plan:
         """The legal plan in JSON data of schema haap_rl.plan/1; raises as `load_plan` does."""
         data = _object(where, "plan", data)
         if data.get("schema") != PLAN_SCHEMA:
             raise InputError(
-                f"{where}: schema={data.get('schema')!r} is not {PLAN_SCHEMA!r}; write the plan again with this version"
+                f"{where}: schema={shown(data.get('schema'))} is not {PLAN_SCHEMA!r}; "
+                "write the plan again with this version"
             )
         keys = ("schema", "problem", "num_microbatches", "zero_stage", "sequence_parallel", "virtual_stages", "stages")
         check_keys(where, data, keys)
         self._check_identity(where, _object(where, "problem", data["problem"]))
         if not isinstance(data["stages"], list):
-            raise InputError(f"{where}: stages={data['stages']!r} must be a list")
+            raise InputError(f"{where}: stages={shown(data['stages'])} must be a list")
         if not isinstance(data["sequence_parallel"], bool):
-            raise InputError(f"{where}: sequence_parallel={data['sequence_parallel']!r} must be true or false")
+            raise InputError(f"{where}: sequence_parallel={shown(data['sequence_parallel'])} must be true or false")
         plan = Plan(
             stages=tuple(_stage_from_json(f"{where}: stages.{i}", stage) for i, stage in enumerate(data["stages"])),
             num_microbatches=positive_int(where, "num_microbatches", data["num_microbatches"]),
@@ -287,7 +282,7 @@ class Problem:
         for key, mine in self._identity().items():
             if given.get(key) != mine:
                 raise InputError(
-                    f"{where}: it was made for {key} {given.get(key)!r}, this problem has {mine!r}; "
+                    f"{where}: it was made for {key} {shown(given.get(key))}, this problem has {shown(mine)}; "
                     "load it with the problem it was made for, or search again"
                 )
 
@@ -347,7 +342,7 @@ def _stage_from_json(where: str, data: object) -> Stage:
     recompute = _object(where, "recompute", data["recompute"])
     check_keys(f"{where}.recompute", recompute, ("mode", "num_layers"))
     if not isinstance(data["replicas"], list):
-        raise InputError(f"{where}: replicas={data['replicas']!r} must be a list")
+        raise InputError(f"{where}: replicas={shown(data['replicas'])} must be a list")
     replicas = []
     for index, entry in enumerate(data["replicas"]):
         place = f"{where}.replicas.{index}"
@@ -355,7 +350,7 @@ def _stage_from_json(where: str, data: object) -> Stage:
         check_keys(place, entry, ("group", "tp", "dp", "microbatch_size_samples"))
         replicas.append(
             ReplicaGroup(
-                group=str(entry["group"]),
+                group=label(place, "group", entry["group"]),
                 tp=positive_int(place, "tp", entry["tp"]),
                 dp=positive_int(place, "dp", entry["dp"]),
                 microbatch_size=positive_int(place, "microbatch_size_samples", entry["microbatch_size_samples"]),

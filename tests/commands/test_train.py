@@ -70,6 +70,26 @@ def test_a_run_leaves_a_complete_record_and_prints_plan_gap_and_place(here, caps
     assert float(rows[-1]["best_iteration_time_s"]) == result["iteration_time_s"]
 
 
+def test_a_run_on_files_leaves_a_record_that_needs_them_no_more(here):
+    from haap_rl.tracking import recorded_plan
+
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 2048, "vocab_size": 50257}
+    (here / "config.json").write_text(json.dumps(gpt2))
+    (here / "hosts").write_text("worker-1 slots=4\nworker-2 slots=2\n")
+    files = ["model=file", "model.path=config.json", "cluster=file", "cluster.path=hosts", "cluster.format=hostfile"]
+    assert main(["+search=random", *files, "cluster.device=v100_16", "budget.evaluations=20", "out=record"]) == 0
+    (here / "config.json").unlink()
+    (here / "hosts").unlink()
+    problem, plan = recorded_plan(here / "record")
+    problem.validate(plan)
+    assert (problem.model.name, problem.model.num_parameters - 1024 * 768) == ("gpt2", 124_439_808)
+    assert [(group.name, group.num_devices) for group in problem.cluster.groups] == [
+        ("v100_16_x4", 4),
+        ("v100_16_x2", 2),
+    ]
+    assert str(here) not in (here / "record" / "config.yaml").read_text()
+
+
 def test_search_and_plus_search_are_the_same_and_whole_floats_are_taken(here):
     assert main(["search=random", *SMALL[:2], "budget.evaluations=2e1", "out=a"]) == 0
     assert main(["+search=random", *SMALL[:2], "budget.evaluations=20", "out=b"]) == 0
@@ -120,6 +140,12 @@ BAD = [
     (["search="], ["search=", "autohaap"]),
     (["search=random", "modle=x"], ["'modle'", "'model'"]),
     (["search=random", "model=llama3_8"], ["model=llama3_8", "'llama3_8b'"]),
+    (["search=random", "model=fil"], ["model=fil", "'file'"]),
+    (["search=random", "model=file"], ["model.path=..."]),
+    (["search=random", "model=file", "model.path=none.json"], ["none.json", "No such file"]),
+    (["search=random", "model=file", "model.path=/"], ["is a directory"]),
+    (["search=random", "model=file", "model.path=x", "model.hidden=3"], ["'model.hidden'", "model that was chosen"]),
+    (["search=random", "cluster=file", "cluster.path=x", "cluster.format=slurm"], ["'slurm'", "hostfile"]),
     (["search=random", "cluster=a100x9"], ["cluster=a100x9", "'a100x8'"]),
     (["search=random", "budget.evaluatons=3"], ["'budget.evaluatons'", "'budget.evaluations'"]),
     (["search=ga", "search.populaton=3"], ["'search.populaton'", "'search.population'"]),
