@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: help train test check clean
+.PHONY: help train test check wheel clean
 
 help:                 ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -24,6 +24,9 @@ check: $(VENV)/installed    ## formatter, linter, types, tests: run before every
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q -n 2
+
+wheel:                      ## build the wheel and use it from an empty folder in an environment of its own
+	bash tests/check_wheel.sh $(PYTHON)
 
 clean:                ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

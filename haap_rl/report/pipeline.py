@@ -34,7 +34,7 @@ def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> N
     from matplotlib.patches import Patch
 
     stages = len(plan.stages)
-    figure = Figure(figsize=(12, 1.8 + 0.42 * stages), layout="constrained")
+    figure = Figure(figsize=(12, 2.5 + 0.42 * stages), layout="constrained")
     FigureCanvasAgg(figure)
     timeline, memory = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
 
@@ -63,7 +63,7 @@ def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> N
     for axes, parts_of, columns in ((timeline, TIMES, 3), (memory, MEMORY_PARTS, 2)):  # beneath, so that no bar hides
         handles = [Patch(color=color, label=name) for name, color in parts_of]
         axes.legend(
-            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.6 / stages - 0.06), ncols=columns,
+            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.5 / stages - 0.05), ncols=columns,
             fontsize=8, frameon=False,
         )  # fmt: skip
 

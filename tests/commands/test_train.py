@@ -192,6 +192,29 @@ def test_a_record_that_cannot_be_written_says_so_and_leaves_the_old_one(here, ca
     assert (here / "file").read_text() == "mine"
 
 
+def test_a_full_disk_leaves_the_old_record_untouched(here, capfd, monkeypatch):
+    import errno
+    from pathlib import Path
+
+    assert main(["search=random", *SMALL, "out=record"]) == 0
+    before = {path.name: path.read_bytes() for path in (here / "record").iterdir()}
+    write, written = Path.write_bytes, []
+
+    def full(path, content):
+        written.append(path)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    capfd.readouterr()
+    assert main(["search=random", *SMALL, "seed=1", "out=record"]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in ("record'", "No space left", "choose another"))
+    assert {path.name: path.read_bytes() for path in (here / "record").iterdir()} == before
+
+
 def test_a_search_that_finds_nothing_ends_with_status_1_and_a_reason(here, capsys):
     arguments = ["search=random", "space.memory_aware_init=false", "budget.evaluations=1"]
     statuses = {main([*arguments, f"seed={seed}", f"out={seed}"]) for seed in range(4)}

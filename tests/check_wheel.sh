@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it in an environment of its own and uses it from an empty folder whose own envs/ and conf/
+# must not get in the way: a run of every searcher, a sweep, W&B offline, the environment by its id, estimate.
+#   tests/check_wheel.sh [PYTHON]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${1:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m venv "$work/venv"
+"$work/venv/bin/pip" --disable-pip-version-check wheel --quiet --no-deps --wheel-dir "$work/dist" .
+"$work/venv/bin/pip" --disable-pip-version-check install --quiet -c constraints.txt "$work"/dist/*.whl
+
+mkdir -p "$work/empty/envs" "$work/empty/conf"
+echo 'raise SystemExit("the wrong envs was imported")' > "$work/empty/envs/__init__.py"
+cp "$work/empty/envs/__init__.py" "$work/empty/envs/haap_envs.py"
+echo 'not: ours' > "$work/empty/conf/train.yaml"
+cd "$work/empty"
+run="$work/venv/bin/python -m haap_rl.train"
+small="model=gpt3_1_3b cluster=v100x4_t4x4 budget.evaluations=100"
+
+for search in random autohaap ga annealing ppo exact; do
+  $run "+search=$search" $small "out=runs/$search" > "$search.log"
+  test -s "runs/$search/result.json" && test -s "runs/$search/plan.json" && test -s "runs/$search/trace.csv"
+done
+test -s runs/ppo/policy.zip
+$run -m search=ga,random seed=0,1 $small hydra.sweep.dir=runs/sweep > sweep.log
+test "$(find runs/sweep -name result.json | wc -l)" = 4
+$run -m +search=random seed=0,1 $small tracking=wandb tracking.mode=offline hydra.sweep.dir=runs/wandb > wandb.log
+test "$(find runs/wandb -name '*.wandb' | wc -l)" = 2
+"$work/venv/bin/python" -m haap_rl.estimate plan=runs/ga/plan.json model=gpt3_1_3b cluster=v100x4_t4x4 > estimate.log
+"$work/venv/bin/python" -c 'import gymnasium; gymnasium.make("haap_envs:haap_rl/Partition-v0").reset(seed=0)'
+if $run +search=random modle=x > /dev/null 2> bad.log; then echo "bad input passed"; exit 1; fi
+test "$(wc -l < bad.log)" = 1
+echo "the wheel works from any folder"
