@@ -28,6 +28,7 @@ from haap_rl.problem.plan import Problem
 from haap_rl.space.initial import Room
 from haap_rl.space.options import FIRST, LAST, Option, SpaceSpec, Tables, stage_options
 
+INFEASIBLE = 2  # status of scipy's linprog
 Floats = npt.NDArray[np.float64]
 
 
@@ -49,7 +50,8 @@ def lower_bound(problem: Problem, spec: SpaceSpec) -> Bound:
         if problem.global_batch_size % m:
             continue
         tables = Tables(problem, spec, options, estimator, m, memory=True)
-        if Room(options, tables, num_devices).most_layers < problem.model.num_layers:
+        room = Room(options, tables, num_devices)
+        if room.exact and room.most_layers < problem.model.num_layers:
             continue
         seconds = _program_s(problem, options, tables, num_devices)
         if seconds < best.seconds:
@@ -103,6 +105,8 @@ def _program_s(problem: Problem, options: tuple[Option, ...], tables: Tables, nu
     whole = np.append((unit == np.arange(3)[:, None]).astype(float), np.zeros((3, 2)), axis=1)
     cost = np.append(np.zeros(len(columns)), [1.0, 0.0])
     result = linprog(cost, A_ub=A, b_ub=b, A_eq=whole, b_eq=amounts, bounds=(0, None), method="highs")
+    if result.status == INFEASIBLE:
+        return np.inf
     if not result.success or result.fun is None:
         return 0.0  # nothing proven
     # weak duality: with y <= 0 and any z, b'y + e'z bounds the optimum if the reduced costs are >= 0; where one is

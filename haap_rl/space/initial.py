@@ -27,8 +27,8 @@ IMPOSSIBLE = -(10**9)
 class Room:
     """The most layers that stages s, s+1, ... (counted from the pipeline's end) can hold, by devices left.
 
-    Exact, unless the cluster is so large that devices are counted in units of `unit` > 1 per group; it is then
-    pessimistic: a completable partial plan may be missed, a dead end never is.
+    `exact`, unless the cluster is so large that devices are counted in coarser units; it is then pessimistic: a
+    completable partial plan may be missed, a dead end never is.
     """
 
     def __init__(self, options: Sequence[Option], tables: Tables, num_devices: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class Room:
         unit = 1
         while np.prod([n // unit + 1.0 for n in num_devices]) > MOST_STATES:
             unit *= 2
-        self._unit = unit
+        self._unit, self.exact = unit, unit == 1
         shape = tuple(n // unit + 1 for n in num_devices)
         strides = np.array([int(np.prod(shape[d + 1 :])) for d in range(len(shape))], np.int64)
         self.group = np.array([option.group for option in options], np.int64)
