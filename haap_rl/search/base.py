@@ -161,11 +161,7 @@ class Objective:
 
     def __call__(self, plan: Plan) -> Estimate:
         """The estimate of `plan`, counted. Raises BudgetExhausted instead if the budget is spent."""
-        remaining = self.remaining
-        if remaining is not None and remaining <= 0:
-            raise BudgetExhausted
-        if self.budget is not None and self.budget.seconds is not None and self.seconds > self.budget.seconds:
-            raise BudgetExhausted
+        self.checkpoint()
         estimate = self.estimator(plan)
         self.evaluations += 1
         if self.best is None or self.rank(estimate) < self.rank(self.best[1]):
@@ -174,6 +170,14 @@ class Objective:
         if self._on_progress is not None:
             self._on_progress(self, estimate)
         return estimate
+
+    def checkpoint(self) -> None:
+        """Raise BudgetExhausted if the budget is spent; for a searcher that works long between two evaluations."""
+        remaining = self.remaining
+        if remaining is not None and remaining <= 0:
+            raise BudgetExhausted
+        if self.budget is not None and self.budget.seconds is not None and self.seconds > self.budget.seconds:
+            raise BudgetExhausted
 
     def many(self, plans: Sequence[Plan]) -> list[Estimate]:
         """Estimates of a batch, counted one by one."""

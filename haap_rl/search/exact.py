@@ -57,7 +57,7 @@ class Exact:
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space
-        programs = [Program(space, m) for m in space.num_microbatches]
+        programs = [Program(space, m, objective.checkpoint) for m in space.num_microbatches]
         bounds: list[float] = []
         for program in programs:
             bound_s, genome = program.least_bound(best_s(objective))
@@ -119,10 +119,13 @@ class Partial(NamedTuple):
 
 
 class Program:
-    """The dynamic program of one number of micro-batches; memory counts whatever the ablation switches say."""
+    """The dynamic program of one number of micro-batches; memory counts whatever the ablation switches say.
 
-    def __init__(self, space: Space, m: int) -> None:
-        self.space, self.m = space, m
+    checkpoint: called again and again during long work; it may raise to end it.
+    """
+
+    def __init__(self, space: Space, m: int, checkpoint: Callable[[], None] = lambda: None) -> None:
+        self.space, self.m, self._checkpoint = space, m, checkpoint
         estimator = space.estimator
         tables = Tables(space.problem, space.spec, space.options, estimator, m, memory=True)
         self.num_layers, self.max_stages = space.num_layers, tables.max_stages
@@ -226,6 +229,7 @@ class Program:
         before = np.zeros((0, layers + 1, *devices))
         opened, closed, least = [before], [np.zeros((0, *devices))], math.inf
         for s in range(1, self.max_stages + 1):
+            self._checkpoint()
             after = np.full((len(self.shapes), layers + 1, *devices), np.inf)
             ends = np.full((len(self.shapes), *devices), np.inf)
             last = LAST if s == 1 else 0
@@ -336,6 +340,7 @@ class Program:
         self, solution: Solution, limit_s: Callable[[], float], c_counts: bool, partial: Partial
     ) -> Iterator[tuple[Genome, float, float]]:
         """Every completion of `partial` below the limit, the most promising stage first."""
+        self._checkpoint()
         s, layers, shape = partial.s, partial.layers, self.shapes[partial.shape]
         position = (0 if partial.stages else FIRST) | (LAST if s == 1 else 0)
         rest = tuple(u - (shape.devices if d == shape.group else 0) for d, u in enumerate(partial.used))

@@ -120,3 +120,14 @@ def test_a_cluster_that_is_too_large_is_refused_in_one_line():
         run_search(Exact(), problem(groups, {"num_layers": 48}), Budget(evaluations=10))
     assert "\n" not in str(error.value)
     assert "space.max_stages" in str(error.value)
+
+
+def test_a_budget_in_seconds_ends_work_between_evaluations_too():
+    calls = []
+    space = Space(load_problem(), SpaceSpec(), Estimator(load_problem()))
+    program = Program(space, 32, lambda: calls.append(1))
+    program.solve(1e300)
+    assert len(calls) == space.max_stages
+    result = run_search(Exact(), load_problem(), Budget(seconds=0.05), seed=0)
+    assert result.stopped_by == "budget"
+    assert result.evaluations < 50
