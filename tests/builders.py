@@ -11,14 +11,14 @@ def device(name="dev", tflops=100.0, memory_gb=40.0, bandwidth_gb=1000.0):
     return DeviceType(name, (("fp16", tflops * 1e12),), int(memory_gb * GB), bandwidth_gb * 1e9)
 
 
-def group(name="fast", nodes=1, per_node=4, intra_gb=100.0, inter_gb=10.0, **kind):
+def group(name="fast", nodes=1, per_node=4, intra_gb=100.0, inter_gb=10.0, latencies_us=(20, 50), **kind):
     return DeviceGroup(
         name,
         device(f"{name}_device", **kind),
         nodes,
         per_node,
-        Link(20e-6, intra_gb * 1e9),
-        Link(50e-6, inter_gb * 1e9),
+        Link(1e-6 * latencies_us[0], intra_gb * 1e9),
+        Link(1e-6 * latencies_us[1], inter_gb * 1e9),
     )
 
 

@@ -76,13 +76,14 @@ def gradient_sync_s(
         if gather_bytes != num_bytes:
             return rings
         return min(rings, tree_all_reduce_s(num_bytes, ranks, intra_latency_s, intra_bytes_per_s))
+    inter_latency_s = max(intra_latency_s, inter_latency_s)  # what leaves a node passes its links first
     bytes_per_s = min(intra_bytes_per_s, node_bytes_per_s / rings_per_node)
     flat = ring_pass_s(num_bytes, ranks, inter_latency_s, bytes_per_s)
     flat += ring_pass_s(gather_bytes, ranks, inter_latency_s, bytes_per_s)
     if gather_bytes == num_bytes:
         flat = min(flat, tree_all_reduce_s(num_bytes, ranks, inter_latency_s, bytes_per_s))
     shards = max(ranks_per_node, 1.0)
-    shard_bytes_per_s = node_bytes_per_s / (rings_per_node * shards)
+    shard_bytes_per_s = min(intra_bytes_per_s, node_bytes_per_s / (rings_per_node * shards))
     hierarchical = ring_pass_s(num_bytes, ranks_per_node, intra_latency_s, intra_bytes_per_s)
     hierarchical += ring_pass_s(num_bytes / shards, num_nodes, inter_latency_s, shard_bytes_per_s)
     hierarchical += ring_pass_s(gather_bytes / shards, num_nodes, inter_latency_s, shard_bytes_per_s)

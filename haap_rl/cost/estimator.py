@@ -294,7 +294,7 @@ class Estimator:
         share = self.calibration.link_efficiency
         latency_s, bytes_per_s = group.intra_node.latency_s, group.intra_node.bandwidth_bytes_per_s * share
         if key.tp_nodes > 1:
-            latency_s = group.inter_node.latency_s
+            latency_s = max(latency_s, group.inter_node.latency_s)
             bytes_per_s = min(bytes_per_s, group.inter_node.bandwidth_bytes_per_s * share)
         return comm.all_reduce_s(num_bytes, key.tp, latency_s, bytes_per_s)
 

@@ -13,7 +13,8 @@ The path bound of a plan with m micro-batches, s counting stages from the end (s
 2. Every plan whose bound is below the best scored time is enumerated by walking back through the program's tables, and
    scored. When none is left the best plan is a proven optimum of the declared space.
 
-Transfers are priced as if stages sat as close as they could, so the bound holds wherever placement puts them. The walk
+Transfers and the first stage's sync are priced as if stages sat as well as they could, so the bound holds wherever
+placement puts them. The walk
 of step 2 knows both neighbours of a stage and counts both transfers in c_s. The tables have (stages x stage shapes x
 layers x devices used) entries; a cluster for which that is too many is refused. States are not plan evaluations: only
 scored plans count.
@@ -30,12 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 from haap_rl.cost import comm
-from haap_rl.cost.estimator import BoundaryKey, ReplicaKey, StageKey
+from haap_rl.cost.estimator import BoundaryKey, ReplicaKey, SideKey, StageKey
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import Problem
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Objective
-from haap_rl.space.options import FIRST, LAST, SEQUENCE_PARALLEL, Tables
+from haap_rl.space.options import FIRST, LAST, SEQUENCE_PARALLEL, Tables, possible_nodes
 from haap_rl.space.space import Genome, Space
 
 FloatArray = npt.NDArray[np.float64]
@@ -171,13 +172,15 @@ class Program:
                     self.tail[k, n] = self._first_stage_tail_s(int(k), n)
 
     def _first_stage_tail_s(self, k: int, layers: int) -> float:
-        """Seconds of gradient sync and optimiser step of a first stage on option k."""
+        """Least seconds of gradient sync and optimiser step of a first stage on option k, wherever it is placed."""
         option, space = self.space.options[k], self.space
-        nodes = -(-option.num_devices // space.problem.cluster.groups[option.group].devices_per_node)
-        replica = ReplicaKey(option.group, option.tp, option.dp, self._samples // option.dp, nodes, 1)
-        key = StageKey(True, False, layers, (replica,), "none", 0, space.spec.zero_stage, SEQUENCE_PARALLEL)
-        cost = space.estimator.stage_cost(key)
-        return cost.gradient_sync_s + cost.optimizer_s
+        tails = []
+        for nodes in possible_nodes(space.problem, space.options, option):
+            replica = ReplicaKey(option.group, option.tp, option.dp, self._samples // option.dp, nodes, 1)
+            key = StageKey(True, False, layers, (replica,), "none", 0, space.spec.zero_stage, SEQUENCE_PARALLEL)
+            cost = space.estimator.stage_cost(key)
+            tails.append(cost.gradient_sync_s + cost.optimizer_s)
+        return min(tails)
 
     @property
     def _samples(self) -> int:
@@ -190,20 +193,18 @@ class Program:
         links = np.zeros((len(self.shapes), len(self.shapes)))
         for i, front in enumerate(self.shapes):
             for j, behind in enumerate(self.shapes):
-                sender, receiver = (((x.group, x.devices, self._most_nodes(x)),) for x in (front, behind))
+                sender, receiver = self._side(front), self._side(behind)
                 per_node = problem.cluster.groups[front.group].devices_per_node
                 near = front.group == behind.group and front.devices + behind.devices <= per_node
                 rates = [estimator.boundary_rate(BoundaryKey(sender, receiver, one_node)) for one_node in {False, near}]
                 links[i, j] = min(comm.transfer_s(num_bytes, *rate) for rate in rates)
         return links
 
-    def _most_nodes(self, shape: Shape) -> int:
-        """Nodes whose NICs a stage may use: as few as it needs where sizes keep placement aligned, else one more."""
-        group = self.space.problem.cluster.groups[shape.group]
-        sizes = [*(option.num_devices for option in self.space.options), group.devices_per_node]
-        needed = -(-shape.devices // group.devices_per_node)
-        aligned = all(size & (size - 1) == 0 for size in sizes)
-        return needed if aligned else min(group.num_nodes, shape.devices, needed + 1)
+    def _side(self, shape: Shape) -> SideKey:
+        """A stage of this shape as one side of a boundary, with all the NICs that it may touch."""
+        option = self.space.options[int(shape.members[0])]
+        most_nodes = possible_nodes(self.space.problem, self.space.options, option)[-1]
+        return ((shape.group, shape.devices, most_nodes),)
 
     def _leaves_once(self, s: int, position: int) -> FloatArray:
         """(K, L+1) c_s of a stage at place s without its transfers; inf where it does not fit. Kept once computed."""

@@ -1,7 +1,8 @@
 """What the space allows for one stage (options), and how long and how large each option is (tables).
 
-A stage of the space sits on one device group and recomputes all of its layers or none. Tables assume that groups are
-aligned with nodes, as placement keeps them for sizes that are powers of two; the estimator is the judge.
+A stage of the space sits on one device group and recomputes all of its layers or none. Tables assume that no replica
+straddles nodes, as placement keeps it for sizes that are powers of two. One that does is never faster (its collectives
+see the slower of both links), so bounds made from the tables hold; the estimator prices it as it is.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ class SpaceSpec:
     load_balance: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("num_microbatches", "group_sizes"):
+            for value in getattr(self, name):
+                positive_int("space", name, value)
+        for mode in self.recompute:
+            if mode not in RECOMPUTE_MODES:
+                raise InputError(f"space: recompute mode {mode!r} is not one of {', '.join(RECOMPUTE_MODES)}")
         for name in ("num_microbatches", "group_sizes", "recompute"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 raise InputError(f"space: {name}={list(values)} must be a list of different values; give at least one")
-        for name in ("num_microbatches", "group_sizes"):
-            for value in getattr(self, name):
-                positive_int("space", name, value)
         positive_int("space", "max_stages", self.max_stages)
         positive_int("space", "max_tp", self.max_tp)
-        for mode in self.recompute:
-            if mode not in RECOMPUTE_MODES:
-                raise InputError(f"space: recompute mode {mode!r} is not one of {', '.join(RECOMPUTE_MODES)}")
-        if self.zero_stage not in (0, 1):
+        if type(self.zero_stage) is not int or self.zero_stage not in (0, 1):
             raise InputError(f"space: zero_stage={self.zero_stage!r} is not priced; use 0 or 1")
         for name in ("memory_aware_init", "load_balance"):
             if not isinstance(getattr(self, name), bool):
@@ -94,6 +95,19 @@ def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
                     continue
                 options += [Option(index, tp, size // tp, mode) for mode in RECOMPUTE_MODES if mode in spec.recompute]
     return tuple(options)
+
+
+def possible_nodes(problem: Problem, options: Sequence[Option], option: Option) -> range:
+    """How many nodes the devices of a stage on `option` may touch, whatever the other stages are.
+
+    As few as they need where all sizes are powers of two, for placement then keeps them aligned; else one more.
+    """
+    group = problem.cluster.groups[option.group]
+    needed = -(-option.num_devices // group.devices_per_node)
+    sizes = [group.devices_per_node, *(other.num_devices for other in options if other.group == option.group)]
+    if all(size & (size - 1) == 0 for size in sizes):
+        return range(needed, needed + 1)
+    return range(needed, min(group.num_nodes, option.num_devices, needed + 1) + 1)
 
 
 class Tables:

@@ -11,6 +11,7 @@ from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import Budget, load_searcher, run_search
 from haap_rl.search.exact import Exact, Program, path_bound_s
+from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
@@ -24,12 +25,13 @@ def random_problem(rng):
     groups = tuple(
         group(
             name,
-            nodes=int(rng.integers(1, 3)),
-            per_node=2,
+            nodes=int(rng.integers(1, 4)),
+            per_node=int(rng.choice([1, 2, 3])),
             memory_gb=float(rng.uniform(2.0, 8.0)),
             tflops=float(rng.uniform(10, 100)),
             intra_gb=float(rng.choice([1, 20, 100])),
-            inter_gb=float(rng.choice([0.2, 2, 20])),
+            inter_gb=float(rng.choice([0.2, 2, 20, 200])),
+            latencies_us=((20, 50), (20, 20), (1000, 5))[int(rng.integers(3))],
         )
         for name in names
     )
@@ -39,7 +41,7 @@ def random_problem(rng):
         "dropout": bool(rng.integers(2)),
     }
     target = problem(groups, changes, global_batch_size=8, seq_len=512)
-    sizes = [(1,), (2,), (1, 2), (2, 4)][int(rng.integers(4))]
+    sizes = [(1,), (2,), (3,), (1, 2), (2, 3), (2, 4)][int(rng.integers(6))]
     spec = SpaceSpec(
         num_microbatches=((2,), (4,), (2, 8), (8,))[int(rng.integers(4))],
         max_stages=int(rng.integers(1, 4)),
@@ -55,11 +57,13 @@ def test_exact_equals_brute_force_in_both_senses_on_random_problems():
     solved = infeasible = 0
     while solved < 50:
         target, spec = random_problem(rng)
-        if pruning_report(target, spec).plans > 1500:  # brute force must end
+        if not 0 < pruning_report(target, spec).plans <= 1500:  # brute force must end
             continue
         space = Space(target, spec, Estimator(target))
         plans = [(genome, estimate) for genome, estimate in every_plan(space) if estimate.fits]
         result = run_search(Exact(), target, Budget(evaluations=100_000), seed=0, space=spec)
+        assert result.lower_bound_s <= min((e.iteration_s for _, e in plans), default=math.inf) * (1 + 1e-12)
+        assert lower_bound(target, spec).seconds <= min((e.iteration_s for _, e in plans), default=math.inf)
         if not plans:
             infeasible += 1
             assert result.plan is None
