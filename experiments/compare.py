@@ -12,7 +12,9 @@ runs.csv (one row per run), summary.json, table.md, curves.png.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import sys
 import warnings
@@ -32,6 +34,7 @@ from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import load_problem, names, preset
 from haap_rl.report.tables import share
 from haap_rl.search.base import Budget, Objective, Searcher, load_searcher, run_search
+from haap_rl.tracking.record import to_json_text, write_files
 
 Floats = npt.NDArray[np.float64]
 TUNING_SEEDS = range(100, 150)
@@ -85,7 +88,10 @@ def run_once(name: str, problem: Problem, evaluations: int, seed: int, cached: b
         visited.append(estimate.iteration_s)
 
     result = run_search(make(name), problem, Budget(evaluations), seed, on_progress=visit, cached=cached)
-    quarters = [float(np.mean(part)) for part in np.array_split(visited, 4)]
+    if result.stopped_by == "infeasible":
+        raise InputError(result.reason)
+    # a search that ends after fewer than four plans has its last plan in the quarters that are empty
+    quarters = [float(np.mean(part)) if len(part) else visited[-1] for part in np.array_split(visited, 4)]
     return {
         "searcher": name,
         "seed": seed,
@@ -122,7 +128,7 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
             "estimator": fingerprint(),
         }
         path = out / "runs" / f"{name}-{seed}{'' if cached else '-uncached'}.json"
-        if path.exists():
+        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):  # not there or broken: it is run
             saved: dict[str, Any] = json.loads(path.read_text())
             if saved["settings"] == settings:
                 return saved["run"]  # type: ignore[no-any-return]
@@ -154,6 +160,8 @@ def summarise(cached: dict[str, Any], uncached: dict[str, Any]) -> dict[str, Any
     bound_s = max(run["lower_bound_s"] for runs in cached.values() for run in runs)
     found = {name: [run for run in runs if run["iteration_time_s"] is not None] for name, runs in cached.items()}
     times = {name: np.array([run["iteration_time_s"] for run in runs]) for name, runs in found.items() if runs}
+    if not times:
+        raise InputError("compare: no method found a plan that fits; choose a larger cluster or a smaller model")
     methods = {}
     for name, runs in cached.items():
         first = runs[0]
@@ -265,19 +273,23 @@ def draw_curves(cached: dict[str, Any], lower_bound_s: float, evaluations: int, 
 def compare(options: dict[str, Any]) -> int:
     """Run what is missing and write the files; the exit status."""
     out = Path(str(options["out"]))
+    if not isinstance(options["quick"], bool):
+        raise InputError(f"compare: quick={options['quick']!r} must be true or false")
+    if positive_int("compare", "evaluations", options["evaluations"]) < 4:
+        raise InputError(f"compare: evaluations={options['evaluations']} must be at least 4, one per quarter")
     if options["quick"]:
         options = {**options, "evaluations": 200, "seeds": 2}
     cached, uncached = run_all(options, [*names("search"), LEGAL_MOVES], out)
     summary = summarise(cached, uncached)
     columns = [key for key in next(iter(cached.values()))[0] if key != "trace"]
-    with open(out / "runs.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        for runs in cached.values():
-            writer.writerows(runs)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    rows = io.StringIO()
+    writer = csv.DictWriter(rows, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for runs in cached.values():
+        writer.writerows(runs)
     text = table(summary, options)
-    (out / "table.md").write_text(text)
+    texts = {"runs.csv": rows.getvalue(), "summary.json": to_json_text(summary), "table.md": text}
+    write_files(out, {name: content.encode() for name, content in texts.items()})
     draw_curves(cached, summary["lower_bound_s"], int(options["evaluations"]), out / "curves.png")
     print(text)
     return 0

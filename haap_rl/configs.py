@@ -33,6 +33,16 @@ def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        group = key.lstrip("+")
+        if value == "null" and Path(conf_dir(), group).is_dir():
+            print(f"haap_rl: {argument}: {group} needs a name; {_near('', choices(group), 'choices')}", file=sys.stderr)
+            return 2
+        if key == "hydra.run.dir" or (key == "out" and {"-m", "--multirun"} & set(arguments)):
+            way_out = "use out=DIR" if key == "hydra.run.dir" else "with -m give hydra.sweep.dir=DIR"
+            print(f"haap_rl: {key}={value} would put the record elsewhere than it says; {way_out}", file=sys.stderr)
+            return 2
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
     statuses = [0]
 
@@ -68,6 +78,10 @@ def run_with_options(job: Callable[[Config], int], defaults: Config, arguments: 
     statuses = [0]
     with reported(statuses):
         options = dict(defaults)
+        if {"-h", "--help"} & set(arguments):
+            keys = " ".join(f"{key}={'...' if value is None else value}" for key, value in defaults.items())
+            print(f"options, with their defaults: {keys}")
+            return 0
         for argument in arguments:
             key, equals, value = argument.partition("=")
             if not equals or key not in defaults:
@@ -112,6 +126,11 @@ def reported(statuses: list[int], config_name: str = "train") -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         print(f"haap_rl: {explain(error, config_name)}", file=sys.stderr)
         statuses.append(2)
+    except ValueError as error:
+        if "Config group override" not in str(error):  # Hydra's own, of a choice that is no text; else a bug of ours
+            raise
+        print(f"haap_rl: {_one_line(error)}; a group takes the name of one of its files", file=sys.stderr)
+        statuses.append(2)
     except yaml.YAMLError as error:
         print(f"haap_rl: {_one_line(error)}; repair that YAML file", file=sys.stderr)
         statuses.append(2)
@@ -120,7 +139,7 @@ def reported(statuses: list[int], config_name: str = "train") -> Iterator[None]:
         print(f"haap_rl: hydra.searchpath: {path} Give [file://DIR] with a DIR that holds search/", file=sys.stderr)
         statuses.append(2)
     except OSError as error:
-        print(f"haap_rl: {error.filename or 'a file'}: {error.strerror}; choose another out=DIR", file=sys.stderr)
+        print(f"haap_rl: {error.filename or 'a file'}: {error.strerror}; choose another path", file=sys.stderr)
         statuses.append(2)
     except KeyboardInterrupt:
         print("haap_rl: interrupted before there was a plan", file=sys.stderr)

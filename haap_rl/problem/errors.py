@@ -58,6 +58,14 @@ def positive_float(where: str, key: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def share(where: str, key: str, value: object) -> float:
+    """`value` as a float between 0 and 1. Raises InputError naming `where` and `key`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:  # type: ignore[operator]
+        raise InputError(f"{where}: {key}={shown(value)} must be between 0 and 1; give for example {key}=0.5")
+    return float(value)  # type: ignore[arg-type]
+
+
 def check_keys(where: str, given: Iterable[str], required: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Raise InputError for the first key that is missing, or that nobody reads (naming the nearest known one)."""
     import difflib

@@ -122,7 +122,7 @@ class Problem:
                 f"plan: num_microbatches={plan.num_microbatches} does not divide global_batch_size={batch}; "
                 f"choose a divisor of {batch}"
             )
-        if plan.zero_stage not in (0, 1):
+        if type(plan.zero_stage) is not int or plan.zero_stage not in (0, 1):
             raise PlanError(f"plan: zero_stage={plan.zero_stage} is not priced; use 0 or 1")
         if plan.virtual_stages != 1:
             raise PlanError(f"plan: virtual_stages={plan.virtual_stages} is not priced; use 1 (plain 1F1B)")
@@ -371,4 +371,8 @@ def _object(where: str, key: str, value: object) -> Mapping[str, Any]:
 
 def _count(where: str, key: str, value: object) -> int:
     """A whole number that may be 0."""
-    return 0 if value == 0 and not isinstance(value, bool) else positive_int(where, key, value)
+    if type(value) is not int or value < 0:
+        raise InputError(
+            f"{where}: {key}={shown(value)} must be a whole number of at least 0; give for example {key}=1"
+        )
+    return value

@@ -13,9 +13,11 @@ from haap_rl import configs
 from haap_rl.cost.estimate import Estimate
 from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.cluster import GIB
+from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.tracking import recorded_plan
 
+PICTURES = (".png", ".pdf", ".svg")
 FORWARD, BACKWARD, TAIL = "#4878a8", "#e1974c", "#8c8c8c"
 TIMES = (("forward", FORWARD), ("backward", BACKWARD), ("gradient sync, optimiser", TAIL))
 MEMORY_PARTS = (
@@ -104,9 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw the plan of a run's record; the exit status."""
 
     def draw(options: dict[str, object]) -> int:
+        out = Path(str(options["out"]))
+        if out.suffix not in PICTURES:
+            raise InputError(f"out={str(out)!r} must end in one of {', '.join(PICTURES)}")
         problem, plan = recorded_plan(Path(str(options["record"])))
-        draw_plan(problem, plan, Estimator(problem)(plan), Path(str(options["out"])))
-        print(f"picture: {options['out']}")
+        draw_plan(problem, plan, Estimator(problem)(plan), out)
+        print(f"picture: {out}")
         return 0
 
     return configs.run_with_options(

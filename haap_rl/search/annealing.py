@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from haap_rl.problem.errors import positive_float, positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
 from haap_rl.space import moves
@@ -20,7 +21,9 @@ class Annealing:
     """
 
     def __init__(self, start: float = 0.02, end: float = 0.0005, cycle: int = 1500, starts: int = 100) -> None:
-        self.start, self.end, self.cycle, self.starts = start, end, cycle, starts
+        where = "search=annealing"
+        self.start, self.end = positive_float(where, "start", start), positive_float(where, "end", end)
+        self.cycle, self.starts = positive_int(where, "cycle", cycle), positive_int(where, "starts", starts)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space

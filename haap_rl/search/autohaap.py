@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from haap_rl.cost.estimate import Estimate
+from haap_rl.problem.errors import positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
 from haap_rl.space import moves
@@ -24,7 +25,7 @@ class AutoHAAP:
     """
 
     def __init__(self, starts: int = 100) -> None:
-        self.starts = starts
+        self.starts = positive_int("search=autohaap", "starts", starts)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         while True:

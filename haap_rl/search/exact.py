@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from haap_rl.cost import comm
 from haap_rl.cost.estimator import BoundaryKey, ReplicaKey, SideKey, StageKey
-from haap_rl.problem.errors import InputError
+from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Objective
@@ -54,7 +54,7 @@ class Exact:
     """
 
     def __init__(self, heuristic: int = 2000) -> None:
-        self.heuristic = heuristic
+        self.heuristic = positive_int("search=exact", "heuristic", heuristic)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space

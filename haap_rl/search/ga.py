@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from deap import base, tools
 
+from haap_rl.problem.errors import positive_float, positive_int, share
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective, seeded_global_random
 from haap_rl.space import moves
@@ -36,8 +37,11 @@ class GeneticAlgorithm:
     def __init__(
         self, population: int = 60, crossover: float = 0.5, mutations: float = 1.5, tournament: int = 3
     ) -> None:
-        self.population, self.crossover = population, crossover
-        self.mutations, self.tournament = mutations, tournament
+        where = "search=ga"
+        self.population = positive_int(where, "population", population)
+        self.crossover = share(where, "crossover", crossover)
+        self.mutations = positive_float(where, "mutations", mutations)
+        self.tournament = positive_int(where, "tournament", tournament)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space

@@ -16,6 +16,7 @@ from sb3_contrib import MaskablePPO
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
+from haap_rl.problem.errors import positive_float, positive_int, share
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective, seeded_global_random
 
@@ -62,18 +63,24 @@ class PPO:
         entropy: float = 0.01,
         hidden: int = 64,
     ) -> None:
-        self.num_envs, self.num_steps, self.max_moves = num_envs, num_steps, max_moves
-        self.hidden = hidden
+        where = "search=ppo"
+        self.num_envs = positive_int(where, "num_envs", num_envs)
+        self.num_steps = positive_int(where, "num_steps", num_steps)
+        self.max_moves = positive_int(where, "max_moves", max_moves)
+        self.hidden = positive_int(where, "hidden", hidden)
         self._model: MaskablePPO | None = None
         self._settings: dict[str, Any] = {
-            "learning_rate": learning_rate,
-            "gamma": gamma,
-            "gae_lambda": gae_lambda,
-            "n_epochs": num_epochs,
-            "batch_size": batch_size,
-            "clip_range": clip_range,
-            "ent_coef": entropy,
+            "learning_rate": positive_float(where, "learning_rate", learning_rate),
+            "gamma": share(where, "gamma", gamma),
+            "gae_lambda": share(where, "gae_lambda", gae_lambda),
+            "n_epochs": positive_int(where, "num_epochs", num_epochs),
+            "batch_size": positive_int(where, "batch_size", batch_size),
+            "clip_range": positive_float(where, "clip_range", clip_range),
+            "ent_coef": share(where, "entropy", entropy),
         }
+
+        # torch imports a second's worth of modules at its first optimiser: better now than on the search's clock
+        torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         def make() -> gym.Env[Any, Any]:

@@ -44,14 +44,19 @@ def write_record(directory: Path, config: dict[str, Any], problem: Problem, resu
     if result.plan is not None:
         texts["plan.json"] = to_json_text(problem.plan_to_json(result.plan))
     write_files(directory, {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}})
+    if result.plan is None:  # one that an earlier run left would be taken for this run's
+        (directory / "plan.json").unlink(missing_ok=True)
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write `files` (name -> content) into `directory`, made if missing: all of them or none.
+    """Write `files` (name -> content) into `directory`, made if missing.
 
-    Each is written under a temporary name and then renamed, after all were written. Raises InputError if the
-    directory cannot be written.
+    All are written under temporary names first and then renamed; where one cannot be written, none is and what was
+    there is untouched. Raises InputError then.
     """
+    for name in files:
+        if (directory / name).is_dir():
+            raise InputError(f"out={str(directory)!r}: {name} is a directory there; choose another out=DIR")
     temporary: list[tuple[Path, Path]] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -77,7 +82,8 @@ def recorded_plan(directory: Path) -> tuple[Problem, Plan]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
         raise InputError(f"record={str(directory)!r}: config.yaml cannot be read ({reason})") from None
-    if not isinstance(config, dict) or not {"model", "cluster", "problem"} <= set(config):
+    parts = [config.get(key) for key in ("model", "cluster", "problem")] if isinstance(config, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts):
         raise InputError(f"record={str(directory)!r}: config.yaml is not a run's configuration; give a run directory")
     problem = problem_from_config(config["model"], config["cluster"], config["problem"])
     return problem, problem.load_plan(directory / "plan.json")

@@ -92,6 +92,7 @@ def test_an_impossible_uniform_plan_is_refused(degrees, words):
         (["plan=none.json", "tp=2"], ["one or the other"]),
         ([*UNIFORM[:4], "recompute=ful"], ["'ful'", "selective"]),
         ([*UNIFORM, "zero_stage=3"], ["zero_stage=3"]),
+        ([*UNIFORM, "zero_stage=true"], ["zero_stage=True", "0 or 1"]),
         ([*UNIFORM, "sequence_parallel=3"], ["sequence_parallel=3"]),
         (["pln=x"], ["'pln'", "'plan'"]),
         (["modl=x"], ["'modl'", "'model'"]),

@@ -17,7 +17,16 @@ def test_a_recorded_plan_is_drawn(tmp_path, monkeypatch, capsys):
     assert main(["search=random", "budget.evaluations=5", "out=record"]) == 0
     assert pipeline.main(["record=record", "out=pictures/plan.png"]) == 0
     assert is_picture(tmp_path / "pictures" / "plan.png")
-    for arguments, word in ((["record=none"], "config.yaml"), (["recrd=x"], "'record'"), ([], "record has no value")):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.yaml").write_text("model: [1]\ncluster: {}\nproblem: null\n")
+    assert pipeline.main(["--help"]) == 0
+    for arguments, word in (
+        (["record=none"], "config.yaml"),
+        (["record=record", "out=a.foo"], ".png"),
+        (["record=broken"], "not a run"),
+        (["recrd=x"], "'record'"),
+        ([], "record has no value"),
+    ):
         capsys.readouterr()
         assert pipeline.main(arguments) == 2
         assert word in capsys.readouterr().err
@@ -50,6 +59,26 @@ def test_compare_writes_every_file_and_goes_on_where_it_stopped(tmp_path, capsys
     assert compare.main(arguments) == 0
     assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     assert (tmp_path / "summary.json").read_text() == first
+
+
+def test_compare_says_what_is_wrong(tmp_path, capsys):
+    where = f"out={tmp_path}"
+    for arguments, word in (
+        ([where, "quick=maybe"], "quick='maybe'"), ([where, "evaluations=1"], "at least 4"), ([], "out has no value"),
+        ([where, "quick=true", "model=llama3_70b", "cluster=v100x4_t4x4"], "no plan of the space fits"),
+    ):  # fmt: skip
+        assert compare.main(arguments) == 2
+        assert word in capsys.readouterr().err
+
+
+def test_a_broken_run_file_is_run_again(tmp_path):
+    arguments = [f"out={tmp_path}", "evaluations=8", "seeds=1", "model=gpt3_1_3b", "cluster=v100x4_t4x4"]
+    assert compare.main(arguments) == 0
+    first = (tmp_path / "runs.csv").read_text().splitlines()[0]
+    (tmp_path / "runs" / "random-10.json").write_text('{"settings"')
+    assert compare.main(arguments) == 0
+    assert (tmp_path / "runs.csv").read_text().splitlines()[0] == first
+    assert json.loads((tmp_path / "runs" / "random-10.json").read_text())["run"]["seed"] == 10
 
 
 def test_report_seeds_are_not_tuning_seeds(capsys, tmp_path):

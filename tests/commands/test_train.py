@@ -166,6 +166,18 @@ BAD = [
     (["search=random", "+seed=1"], ["'seed'", "without the '+'"]),
     (["search=random", "search.name=ppo"], ["search.name", "+search=ppo"]),
     (["search=random", "cluster.groups=[]"], ["no device groups"]),
+    (["search=random", "model=null"], ["model=null", "llama3_8b"]),
+    (["search=random", "space.group_sizes=[[1]]"], ["group_sizes=[1]", "whole number"]),
+    (["search=random", "space.recompute=[[none]]"], ["['none']", "selective"]),
+    (["search=ga", "search.population=0"], ["search=ga", "population=0"]),
+    (["search=ga", "search.crossover=nan"], ["crossover=nan", "between 0 and 1"]),
+    (["search=annealing", "search.start=0"], ["start=0"]),
+    (["search=autohaap", "search.starts=abc"], ["starts='abc'"]),
+    (["search=exact", "search.heuristic=-1"], ["heuristic=-1"]),
+    (["search=ppo", "search.num_envs=0"], ["num_envs=0"]),
+    (["search=ppo", "search.learning_rate=foo"], ["learning_rate='foo'"]),
+    (["search=random", "hydra.run.dir=x"], ["hydra.run.dir", "out=DIR"]),
+    (["search=random", "-m"], ["hydra.sweep.dir"]),
     (["search=random", "space.max_stages=0"], ["max_stages=0"]),
     (["search=random", "space.num_microbatches=[3]"], ["num_microbatches=[3]"]),
     (["search=random", "cluster.groups.0.num_nodes=${x"], ["cannot be read"]),
@@ -188,7 +200,7 @@ def test_bad_input_is_one_line_with_status_2_and_nothing_written(here, capfd, ar
 def test_a_record_that_cannot_be_written_says_so_and_leaves_the_old_one(here, capfd):
     (here / "file").write_text("mine")
     assert main(["search=random", *SMALL, "out=file"]) == 2
-    assert "out" in capfd.readouterr().err
+    assert "file: File exists; choose another path" in capfd.readouterr().err
     assert (here / "file").read_text() == "mine"
 
 
@@ -213,6 +225,23 @@ def test_a_full_disk_leaves_the_old_record_untouched(here, capfd, monkeypatch):
     assert len(lines) == 1
     assert all(word in lines[0] for word in ("record'", "No space left", "choose another"))
     assert {path.name: path.read_bytes() for path in (here / "record").iterdir()} == before
+
+
+def test_a_file_that_is_a_directory_leaves_the_old_record_untouched(here, capfd):
+    assert main(["search=random", *SMALL, "out=record"]) == 0
+    (here / "record" / "trace.csv").unlink()
+    (here / "record" / "trace.csv").mkdir()
+    before = (here / "record" / "result.json").read_bytes()
+    assert main(["search=random", *SMALL, "seed=1", "out=record"]) == 2
+    assert "trace.csv is a directory" in capfd.readouterr().err
+    assert (here / "record" / "result.json").read_bytes() == before
+
+
+def test_a_run_without_a_plan_leaves_none_of_an_earlier_run(here):
+    assert main(["search=random", *SMALL, "out=record"]) == 0
+    nothing = ["search=random", *SMALL[:2], "budget.evaluations=null", "budget.seconds=1e-9", "out=record"]
+    assert main(nothing) == 1
+    assert not (here / "record" / "plan.json").exists()
 
 
 def test_a_search_that_finds_nothing_ends_with_status_1_and_a_reason(here, capsys):
