@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: help train test check wheel clean
+.PHONY: help train test lint check wheel clean
 
 help:                 ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -19,11 +19,12 @@ train: $(VENV)/installed    ## the main job: PPO plans Llama-3 8B on 8 A100-40 +
 test: $(VENV)/installed     ## the test suite (no network, no GPU, under five minutes on two cores)
 	$(RUN) -m pytest -q -n 2
 
-check: $(VENV)/installed    ## formatter, linter, types, tests: run before every push
+lint: $(VENV)/installed     ## formatter, linter and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -q -n 2
+
+check: lint test            ## lint, then test: run before every push
 
 wheel:                      ## build the wheel and use it from an empty folder in an environment of its own
 	bash tests/check_wheel.sh $(PYTHON)
