@@ -33,16 +33,6 @@ def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        group = key.lstrip("+")
-        if value == "null" and Path(conf_dir(), group).is_dir():
-            print(f"haap_rl: {argument}: {group} needs a name; {_near('', choices(group), 'choices')}", file=sys.stderr)
-            return 2
-        if key == "hydra.run.dir" or (key == "out" and {"-m", "--multirun"} & set(arguments)):
-            way_out = "use out=DIR" if key == "hydra.run.dir" else "with -m give hydra.sweep.dir=DIR"
-            print(f"haap_rl: {key}={value} would put the record elsewhere than it says; {way_out}", file=sys.stderr)
-            return 2
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing a traceback of its own
     statuses = [0]
 
@@ -64,10 +54,24 @@ def run(config_name: str, job: Job, arguments: Sequence[str]) -> int:
     try:
         with reported(statuses, config_name), warnings.catch_warnings():
             warnings.filterwarnings("error", message="provider=hydra.searchpath")
+            _check_arguments(arguments)
             main()
     finally:
         sys.argv = given
     return max(statuses)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raise InputError for what Hydra would take and then do something that nobody meant."""
+    sweep = {"-m", "--multirun"} & set(arguments)
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        group = key.lstrip("+")
+        if value == "null" and Path(conf_dir(), group).is_dir():
+            raise InputError(f"{argument}: {group} needs a name; {_near('', choices(group), 'choices')}")
+        if key == "hydra.run.dir" or (key == "out" and sweep):
+            way_out = "with -m give hydra.sweep.dir=DIR" if sweep else "use out=DIR"
+            raise InputError(f"{argument} would put the record elsewhere than it says; {way_out}")
 
 
 def run_with_options(job: Callable[[Config], int], defaults: Config, arguments: Sequence[str]) -> int:

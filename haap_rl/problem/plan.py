@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -301,22 +302,22 @@ def uniform_plan(
 
     A stage that falls on the border of two device groups has replicas on both. Raises PlanError if it is not legal.
     """
-    for key, value in (("tp", tp), ("pp", pp), ("dp", dp), ("microbatch", microbatch_size)):
-        positive_int("uniform plan", key, value)
+    degrees = {"tp": tp, "pp": pp, "dp": dp, "microbatch": microbatch_size}
+    tp, pp, dp, microbatch_size = (positive_int("uniform plan", key, value) for key, value in degrees.items())
     samples = microbatch_size * dp
     if problem.global_batch_size % samples:
         raise PlanError(
             f"uniform plan: microbatch={microbatch_size} x dp={dp} does not divide global_batch_size="
             f"{problem.global_batch_size}; choose a microbatch and dp whose product does"
         )
-    places = [
-        group.name for group in problem.cluster.groups for _ in range(group.num_devices // tp)
-    ]  # device group of each tensor-parallel replica
-    if pp * dp > len(places):
+    room = sum(group.num_devices // tp for group in problem.cluster.groups)
+    if pp * dp > room:
         raise PlanError(
             f"uniform plan: pp={pp} x dp={dp} replicas of tp={tp} devices, but cluster {problem.cluster.name!r} has "
-            f"room for {len(places)}; lower one of them"
+            f"room for {room}; lower one of them"
         )
+    every_place = (name for group in problem.cluster.groups for name in repeat(group.name, group.num_devices // tp))
+    places = list(islice(every_place, pp * dp))  # device group of each tensor-parallel replica
     layers = even_layers(problem.model.num_layers, pp) if pp <= problem.model.num_layers else (0,) * pp
     stages = []
     for i, count in enumerate(layers):

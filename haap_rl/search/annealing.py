@@ -29,10 +29,8 @@ class Annealing:
         space = objective.space
         edits = moves.edits(space)
         while True:
-            genomes = [space.draw(rng) for _ in range(self.starts)]
-            estimates = objective.many([space.plan(genome) for genome in genomes])
-            best = min(range(self.starts), key=lambda i: objective.rank(estimates[i]))
-            genome, energy = genomes[best], estimates[best].energy
+            genome, estimate = objective.best_of([space.draw(rng) for _ in range(self.starts)])
+            energy = estimate.energy
             total = self.cycle if objective.remaining is None else min(self.cycle, objective.remaining)
             for step in range(total):
                 temperature = self.start * (self.end / self.start) ** (step / total)

@@ -33,15 +33,9 @@ class AutoHAAP:
 
     def descend(self, objective: Objective, rng: np.random.Generator) -> None:
         """From a fresh start down to a local optimum."""
-        genome, estimate = self._start(objective, rng)
+        genome, estimate = objective.best_of([objective.space.draw(rng) for _ in range(self.starts)])
         while (step := self._relieve(objective, genome, estimate)) is not None:
             genome, estimate = step
-
-    def _start(self, objective: Objective, rng: np.random.Generator) -> tuple[Genome, Estimate]:
-        genomes = [objective.space.draw(rng) for _ in range(self.starts)]
-        estimates = objective.many([objective.space.plan(genome) for genome in genomes])
-        best = min(range(self.starts), key=lambda i: objective.rank(estimates[i]))
-        return genomes[best], estimates[best]
 
     def _relieve(self, objective: Objective, genome: Genome, estimate: Estimate) -> tuple[Genome, Estimate] | None:
         """The best neighbour that relieves the most loaded stage that can be relieved, or None at a local optimum."""
@@ -52,8 +46,7 @@ class AutoHAAP:
             neighbours = list(moves.relief(objective.space, genome, stage))
             if not neighbours:
                 continue
-            estimates = objective.many([objective.space.plan(neighbour) for neighbour in neighbours])
-            best = min(range(len(neighbours)), key=lambda i: objective.rank(estimates[i]))
-            if objective.rank(estimates[best]) < objective.rank(estimate):
-                return neighbours[best], estimates[best]
+            neighbour, relieved = objective.best_of(neighbours)
+            if objective.rank(relieved) < objective.rank(estimate):
+                return neighbour, relieved
         return None

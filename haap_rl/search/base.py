@@ -34,7 +34,7 @@ from haap_rl.problem.plan import Plan, Problem
 from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import PruningReport, no_plan_fits, pruning_report
 from haap_rl.space.options import SpaceSpec
-from haap_rl.space.space import Space
+from haap_rl.space.space import Genome, Space
 
 OPTIMAL_WITHIN = 1e-9  # relative: the rounding of the schedule's sums
 ENTRY_POINT_GROUP = "haap_rl.searchers"  # where installed packages offer theirs
@@ -182,6 +182,12 @@ class Objective:
     def many(self, plans: Sequence[Plan]) -> list[Estimate]:
         """Estimates of a batch, counted one by one."""
         return [self(plan) for plan in plans]
+
+    def best_of(self, genomes: Sequence[Genome]) -> tuple[Genome, Estimate]:
+        """The best of some genomes of the space, all of them counted; the first one where several are alike."""
+        estimates = self.many([self.space.plan(genome) for genome in genomes])
+        best = min(range(len(genomes)), key=lambda i: self.rank(estimates[i]))
+        return genomes[best], estimates[best]
 
     def prove(self, lower_bound_s: float) -> None:
         """Take note that no plan of the space takes less than `lower_bound_s` seconds."""

@@ -36,7 +36,7 @@ from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Objective
-from haap_rl.space.options import FIRST, LAST, SEQUENCE_PARALLEL, Tables, possible_nodes
+from haap_rl.space.options import FIRST, LAST, SEQUENCE_PARALLEL, Tables, device_slices, possible_nodes
 from haap_rl.space.space import Genome, Space
 
 FloatArray = npt.NDArray[np.float64]
@@ -236,7 +236,7 @@ class Program:
             last = LAST if s == 1 else 0
             inner_c, front_c = self._leaves_once(s, last), self._leaves_once(s, FIRST | last)
             for c, shape in enumerate(self.shapes):
-                into, origin = self._slices(shape)
+                into, origin = device_slices(self.space.num_devices, shape.group, shape.devices)
                 inside, first = after[c][(slice(None), *into)], ends[c][into]
                 for reach, blocked_s in self._reaches(s, c, before):
                     source = reach[(slice(None), *origin)]
@@ -275,15 +275,6 @@ class Program:
         front: FloatArray = np.where(front_c[k] <= most_c, alone_first[k], np.inf).min(0)
         inner[0] = front[0] = np.inf  # a stage of no layers is none
         return inner, front
-
-    def _slices(self, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """(used after, used before) index ranges of the device axes when a stage of this shape is added."""
-        sizes = self.space.num_devices
-        into = tuple(slice(shape.devices, None) if d == shape.group else slice(None) for d in range(len(sizes)))
-        origin = tuple(
-            slice(None, n + 1 - shape.devices) if d == shape.group else slice(None) for d, n in enumerate(sizes)
-        )
-        return into, origin
 
     # --------------------------------------------------------------------- both searches
     def least_bound(self, best_s: float) -> tuple[float, Genome | None]:

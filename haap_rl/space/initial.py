@@ -17,7 +17,16 @@ import numpy.typing as npt
 from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Problem
-from haap_rl.space.options import FIRST, LAST, Option, SpaceSpec, Tables, stage_options
+from haap_rl.space.options import (
+    FIRST,
+    LAST,
+    SEQUENCE_PARALLEL,
+    Option,
+    SpaceSpec,
+    Tables,
+    device_slices,
+    stage_options,
+)
 
 MOST_STATES = 300_000  # of "devices left per group", beyond which devices are counted in coarser units
 MOST_COUNTED = 3e10  # multiplications, beyond which plans are not counted: some seconds
@@ -57,10 +66,7 @@ class Room:
                 mine = (self.group == d) & (units_needed == n)
                 front = int(tables.max_layers[mine, FIRST | last, s].max())
                 inner = int(tables.max_layers[mine, last, s].max())
-                enough = tuple(slice(n, None) if axis == d else slice(None) for axis in range(len(shape)))
-                left = tuple(slice(None, size - n) if a == d else slice(None) for a, size in enumerate(shape))
-                if n >= shape[d]:
-                    continue
+                enough, left = device_slices([size - 1 for size in shape], d, n)
                 if front > 0:
                     room[enough] = np.maximum(room[enough], front)
                 if inner > 0:
@@ -178,8 +184,7 @@ def count_plans(options: Sequence[Option], tables: Tables, num_devices: Sequence
         last = LAST if s == 1 else 0
         longer = np.zeros_like(ways)
         for (d, n), members in kinds.items():
-            before = tuple(slice(None, size - n) if a == d else slice(None) for a, size in enumerate(shape))
-            after = tuple(slice(n, None) if a == d else slice(None) for a in range(len(shape)))
+            after, before = device_slices(num_devices, d, n)
             room = ways[(slice(None), *before)]
             for position, finished in ((FIRST | last, True), (last, False)):
                 caps = tables.max_layers[members, position, s]
@@ -213,7 +218,7 @@ def no_plan_fits(problem: Problem, spec: SpaceSpec, options: Sequence[Option], e
             parts.append(f"{name} must hold at least {min(needed) / GIB:.2f} GiB and has {has}")
         else:
             parts.append(f"{name} has {has}, but no group size of the space divides a micro-batch there")
-    value = estimator.unit_memory("layer", 1, 1, 1, "none", spec.zero_stage, True)
+    value = estimator.unit_memory("layer", 1, 1, 1, "none", spec.zero_stage, SEQUENCE_PARALLEL)
     state_per_parameter = (value.weights + value.gradients + value.optimizer) / value.parameters
     state = model.num_parameters * state_per_parameter
     cluster = sum(group.num_devices * estimator.usable_bytes(i) for i, group in enumerate(problem.cluster.groups))
@@ -234,5 +239,6 @@ def no_plan_fits(problem: Problem, spec: SpaceSpec, options: Sequence[Option], e
 def _least_bytes(spec: SpaceSpec, option: Option, samples: int, estimator: Estimator) -> int:
     """Bytes of a stage of one layer with one micro-batch in flight."""
     size = samples // option.dp
-    part = estimator.unit_memory("layer", option.tp, option.dp, size, option.recompute, spec.zero_stage, True)
+    mode, zero_stage = option.recompute, spec.zero_stage
+    part = estimator.unit_memory("layer", option.tp, option.dp, size, mode, zero_stage, SEQUENCE_PARALLEL)
     return part.weights + part.gradients + part.optimizer + part.activation + part.working

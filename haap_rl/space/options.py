@@ -110,6 +110,17 @@ def possible_nodes(problem: Problem, options: Sequence[Option], option: Option) 
     return range(needed, min(group.num_nodes, option.num_devices, needed + 1) + 1)
 
 
+def device_slices(sizes: Sequence[int], group: int, devices: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Index ranges (with more, with fewer) of a table whose axes count devices per group, 0 to `sizes`.
+
+    table[with more] and table[with fewer] line up entries that differ by `devices` of `group`; empty where the group
+    has fewer.
+    """
+    with_more = tuple(slice(devices if d == group else 0, None) for d in range(len(sizes)))
+    with_fewer = tuple(slice(max(0, n + 1 - devices) if d == group else None) for d, n in enumerate(sizes))
+    return with_more, with_fewer
+
+
 class Tables:
     """Time and memory of every option at one number of micro-batches m; K options, S = most stages, L layers.
 

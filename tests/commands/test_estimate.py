@@ -36,6 +36,14 @@ def test_a_uniform_plan_and_the_same_plan_as_a_file_cost_the_same(here, capsys):
     assert first["best_single_change_iteration_time_s"] < first["iteration_time_s"]
 
 
+def test_whole_floats_are_taken_and_a_huge_cluster_is_no_matter(here):
+    assert main(["tp=2e0", "pp=3e0", "dp=4.0", "microbatch=1.0", "recompute=full", "out=floats"]) == 0
+    assert main([*UNIFORM, "out=whole"]) == 0
+    floats, whole = (json.loads((here / name / "plan.json").read_text()) for name in ("floats", "whole"))
+    assert floats == whole
+    assert main([*UNIFORM, "cluster.groups.0.num_nodes=1e12"]) == 0
+
+
 def test_the_plan_of_a_run_priced_again_gives_the_same_seconds(here):
     assert train.main(["search=random", "budget.evaluations=20", "out=run"]) == 0
     assert main(["plan=run/plan.json", "out=again"]) == 0
