@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from haap_rl.space.options import SpaceSpec
 
 DEGREES = ("tp", "pp", "dp", "microbatch")
-KEYS = ("model", "cluster", "space", "problem", "plan", *DEGREES, "recompute", "zero_stage", "sequence_parallel", "out")
+SETTINGS = ("model", "cluster", "space", "problem", "estimator")
+KEYS = (*SETTINGS, "plan", *DEGREES, "recompute", "zero_stage", "sequence_parallel", "out")
 
 
 class Advice(NamedTuple):
@@ -37,24 +38,26 @@ def estimate(config: dict[str, Any], _: Path) -> int:
     """
     from rich.console import Console
 
-    from haap_rl.report.tables import memory_table, plan_lines, plan_table, time_table
+    from haap_rl.cost.profile_files import profile_from_config
+    from haap_rl.report.tables import memory_table, plan_lines, plan_table, profile_lines, time_table
     from haap_rl.space.bound import lower_bound
     from haap_rl.space.options import SpaceSpec
-    from haap_rl.tracking.record import to_json_text, write_files
+    from haap_rl.tracking.record import profile_facts, to_json_text, write_files
 
     check_keys("configuration", config, KEYS)
     problem = problem_from_config(config["model"], config["cluster"], config["problem"])
     spec = SpaceSpec.from_config(config["space"])
     plan = plan_from_config(problem, config)
-    estimator = Estimator(problem)
-    cost = estimator(plan)
-    bound = lower_bound(problem, spec)
+    cached, profile = profile_from_config(config["estimator"])
+    estimator = Estimator(problem, cached, profile=profile)
+    cost, gaps = estimator(plan), estimator.gaps(plan)
+    bound = lower_bound(problem, spec, profile)
     advice = best_single_change(problem, spec, estimator, plan)
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     for table in (plan_table(problem, plan, cost), time_table(cost), memory_table(cost)):
         console.print(table)
-    lines = [*plan_lines(cost, bound.seconds), advice.text]
+    lines = [*plan_lines(cost, bound.seconds), advice.text, *profile_lines(profile, gaps)]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     if config["out"] is not None:
@@ -62,6 +65,8 @@ def estimate(config: dict[str, Any], _: Path) -> int:
             "model": problem.model.name,
             "cluster": problem.cluster.name,
             "iteration_time_s": cost.iteration_s,
+            "iteration_time_low_s": cost.interval_s[0] if cost.interval_s else None,
+            "iteration_time_high_s": cost.interval_s[1] if cost.interval_s else None,
             "tokens_per_s": cost.tokens_per_s,
             "fits": cost.fits,
             "bytes_missing": cost.bytes_missing,
@@ -71,7 +76,8 @@ def estimate(config: dict[str, Any], _: Path) -> int:
             "best_single_change": advice.text,
             "best_single_change_iteration_time_s": advice.iteration_s,
             "space": config["space"],
-            "estimator_fingerprint": fingerprint(),
+            "profile": profile_facts(profile, gaps),
+            "estimator_fingerprint": fingerprint(profile=profile),
         }
         out = Path(str(config["out"]))
         texts = {"plan.json": problem.plan_to_json(plan), "estimate.json": result}

@@ -26,6 +26,7 @@ def train(config: dict[str, Any], directory: Path) -> int:
     from rich.console import Console
 
     from haap_rl.cost.estimate import Estimate
+    from haap_rl.cost.profile_files import profile_from_config
     from haap_rl.problem.presets import problem_from_config, resolved
     from haap_rl.report.progress import SearchProgress
     from haap_rl.report.tables import plan_table, summary_lines
@@ -35,7 +36,6 @@ def train(config: dict[str, Any], directory: Path) -> int:
 
     check_keys("configuration", config, KEYS)
     check_keys("budget", config["budget"], ("evaluations", "seconds"))
-    check_keys("estimator", config["estimator"], ("cached",))
     # what a file says goes into the record, not its path: the file may move
     model, cluster = resolved(config["model"], config["cluster"])
     config = {**config, "model": dict(model), "cluster": dict(cluster)}
@@ -43,9 +43,7 @@ def train(config: dict[str, Any], directory: Path) -> int:
     spec = SpaceSpec.from_config(config["space"])
     budget = Budget(**config["budget"])
     seed = _seed(config["seed"])
-    cached = config["estimator"]["cached"]
-    if not isinstance(cached, bool):
-        raise InputError(f"estimator: cached={cached!r} must be true or false")
+    cached, profile = profile_from_config(config["estimator"])
     parameters = dict(config["search"])
     searcher = load_searcher(parameters.pop("name"), parameters)
     tracker = tracker_from_config(config, directory)
@@ -58,7 +56,9 @@ def train(config: dict[str, Any], directory: Path) -> int:
                 progress(objective, estimate)
                 tracker.progress(objective, estimate)
 
-            result = run_search(searcher, problem, budget, seed, spec, on_progress, cached, tracker.log, tracker.start)
+            result = run_search(
+                searcher, problem, budget, seed, spec, on_progress, cached, tracker.log, tracker.start, profile
+            )
         if result.stopped_by == "infeasible":
             raise InputError(result.reason)
         write_record(directory, config, problem, result)

@@ -31,6 +31,9 @@ $run -m +search=random seed=0,1 $small tracking=wandb tracking.mode=offline hydr
 test "$(find runs/wandb -name '*.wandb' | wc -l)" = 2
 "$work/venv/bin/python" -m haap_rl.estimate plan=runs/ga/plan.json model=gpt3_1_3b cluster=v100x4_t4x4 > estimate.log
 "$work/venv/bin/python" -c 'import gymnasium; gymnasium.make("haap_envs:haap_rl/Partition-v0").reset(seed=0)'
+"$work/venv/bin/python" -m haap_rl.profile out=profile.json model=gpt3_350m model.hidden=64 model.heads=4 model.kv_heads=4 \
+  model.head_dim=16 model.ffn=128 model.vocab=100 problem.precision=fp32 problem.seq_len=16 microbatch=1 > profile.log
+test -s profile.json
 if $run +search=random modle=x > /dev/null 2> bad.log; then echo "bad input passed"; exit 1; fi
 test "$(wc -l < bad.log)" = 1
 echo "the wheel works from any folder"

@@ -59,6 +59,14 @@ def test_only_one_module_imports_wandb():
             assert not any(name.split(".")[0] == "wandb" for name in imports(path)), path
 
 
+def test_only_the_profile_command_measures_and_measuring_needs_only_problem_and_cost():
+    for path in [*(ROOT / "haap_rl").rglob("*.py"), *(ROOT / "envs").rglob("*.py")]:
+        measures = any(name.startswith("haap_rl.measure") for name in imports(path))
+        assert not measures or path.name == "profile.py" or path.parent.name == "measure", path
+    for path in (ROOT / "haap_rl" / "measure").glob("*.py"):
+        assert {room(name) for name in imports(path) if name.startswith("haap_rl.")} <= {"problem", "cost", "measure"}
+
+
 def test_no_searcher_keeps_a_clock_or_a_log():
     for path in (ROOT / "haap_rl" / "search").glob("*.py"):
         if path.name not in ("base.py", "__init__.py"):

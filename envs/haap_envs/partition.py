@@ -124,7 +124,7 @@ class PartitionEnv(gym.Env[Observation, np.int64]):
                 1.0,
                 layers[i] / space.num_layers,
                 stage.busy_s / slowest,
-                max(group.used_bytes / group.capacity_bytes for group in memory),
+                max(group.needed_bytes / group.capacity_bytes for group in memory),
                 math.log2(option.tp) / 4,
                 math.log2(option.dp) / 8,
                 RECOMPUTE_MODES.index(option.recompute) / 2,

@@ -23,30 +23,46 @@ class StageMemory:
     activations_bytes: int  # of all micro-batches in flight
     logits_bytes: int
     recompute_bytes: int  # working set of the layer that is being recomputed
-    reserved_bytes: int  # context, communication buffers, allocator fragmentation
+    reserved_bytes: int  # CUDA context, communication buffers, library workspaces
     capacity_bytes: int  # all of the device's memory
+    fragmentation: float  # share of the buffers that come and go which the allocator holds besides, while it can
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be there at the peak; the logits are gone before a layer is recomputed, so the larger counts."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self._buffers_bytes + self.reserved_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the caching allocator holds besides: it gives it back before it fails, so it never overflows."""
+        return min(int(self._buffers_bytes * self.fragmentation), max(0, self.capacity_bytes - self.needed_bytes))
 
     @property
     def used_bytes(self) -> int:
-        """Peak; the logits are gone before a layer is recomputed, so only the larger of the two counts."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + self.activations_bytes + max(self.logits_bytes, self.recompute_bytes) + self.reserved_bytes
+        """Peak as the device shows it."""
+        return self.needed_bytes + self.cached_bytes
 
     @property
     def missing_bytes(self) -> int:
-        return max(0, self.used_bytes - self.capacity_bytes)
+        return max(0, self.needed_bytes - self.capacity_bytes)
+
+    @property
+    def _buffers_bytes(self) -> int:
+        return self.activations_bytes + max(self.logits_bytes, self.recompute_bytes)
 
 
 class StageTime(NamedTuple):
     """Seconds of one stage per micro-batch (gradient_sync_s and optimizer_s: per iteration).
 
-    forward and backward are the stage's busy time; recompute, tensor_parallel and blocked are parts of them.
+    forward and backward are the stage's busy time; recompute, tensor_parallel, sharding and blocked are parts of them.
     """
 
     forward_s: float
     backward_s: float
     recompute_s: float
     tensor_parallel_s: float
+    sharding_s: float  # gathering sharded weights and scattering gradients (ZeRO-2/3), as far as it is not hidden
     blocked_s: float  # waiting for its own transfers to the neighbouring stages, both directions
     send_s: float  # one transfer to the next stage; gradients take as long to come back
     gradient_sync_s: float  # the part not hidden behind the last backward passes
@@ -74,8 +90,19 @@ class Estimate:
     stages: tuple[StageTime, ...]
     memory: tuple[tuple[StageMemory, ...], ...]  # per stage, per replica group
     delays_s: tuple[float, ...]  # per boundary, the part of a transfer that blocks neither stage
+    chunk_forward_s: tuple[tuple[float, ...], ...]  # [chunk][stage]; one chunk where stages are not interleaved
+    chunk_backward_s: tuple[tuple[float, ...], ...]
     num_microbatches: int
     tokens_per_iteration: int
+    half_width: float | None = None  # of the 90 % interval of log iteration_s; None where nothing is known
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """Seconds between which the iteration takes in nine of ten clusters the constants were not fitted on."""
+        if self.half_width is None:
+            return None
+        factor = math.exp(self.half_width)
+        return self.iteration_s / factor, self.iteration_s * factor
 
     @property
     def rank(self) -> tuple[bool, int, float]:
@@ -122,31 +149,28 @@ class Estimate:
         loads = self.loads_s
         index = loads.index(max(loads))
         stage = self.stages[index]
-        comm_s = self.num_microbatches * (stage.tensor_parallel_s + stage.blocked_s) + stage.gradient_sync_s
+        traffic_s = stage.tensor_parallel_s + stage.sharding_s + stage.blocked_s
+        comm_s = self.num_microbatches * traffic_s + stage.gradient_sync_s
         return index, "comm" if comm_s > loads[index] / 2 else "compute"
 
     @property
     def bounds_s(self) -> tuple[float, float]:
         """(lower, upper) bound on `iteration_s` from closed forms that do not run the schedule."""
-        times = (
-            [stage.forward_s for stage in self.stages],
-            [stage.backward_s for stage in self.stages],
-            self.delays_s,
-            self.delays_s,
-            self.num_microbatches,
-        )
         tails = [stage.tail_s for stage in self.stages]
+        m = self.num_microbatches
+        if len(self.chunk_forward_s) > 1:  # no idle time at the busiest stage, or all stages one after another
+            loads = [m * stage.busy_s for stage in self.stages]
+            transfers = 2.0 * m * len(self.chunk_forward_s) * sum(self.delays_s)
+            return max(map(sum, zip(loads, tails, strict=True))), sum(loads) + transfers + max(tails)
+        times = (self.chunk_forward_s[0], self.chunk_backward_s[0], self.delays_s, self.delays_s, m)
         return schedule.lower_bound_s(*times) + tails[0], schedule.upper_bound_s(*times) + max(tails)
 
     def timeline(self) -> list[schedule.Slot]:
         """Every forward and backward of the iteration, for drawing."""
         slots: list[schedule.Slot] = []
-        schedule.stage_ends_s(
-            [stage.forward_s for stage in self.stages],
-            [stage.backward_s for stage in self.stages],
-            self.delays_s,
-            self.delays_s,
-            self.num_microbatches,
-            slots,
-        )
+        forward, backward, m = self.chunk_forward_s, self.chunk_backward_s, self.num_microbatches
+        if len(forward) > 1:
+            schedule.interleaved_ends_s(forward, backward, self.delays_s, m, slots)
+        else:
+            schedule.stage_ends_s(forward[0], backward[0], self.delays_s, self.delays_s, m, slots)
         return slots

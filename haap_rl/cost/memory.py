@@ -15,7 +15,13 @@ from haap_rl.problem.model import Model, Unit
 GRADIENT_BYTES = 4
 MOMENTS_BYTES = 8
 MASTER_BYTES = 4  # fp32 copy of a 16-bit weight
-LOGIT_BYTES = 6  # 16-bit logits and their fp32 copy, which the loss turns into the gradient in place
+LOGIT_BYTES = 8  # 16-bit logits, their fp32 copy that the loss works on in place, and the 16-bit gradient
+FUSED_LOGIT_BYTES = 4  # 16-bit logits and gradient: a fused cross-entropy (FlashAttention's, llm-foundry's default)
+# fp32 copy of a replica's share of the reduced gradients, which ZeRO-1 and 2 make for the optimiser step (DeepSpeed,
+# stage_1_and_2.py, single_partition_of_fp32_groups)
+GRADIENT_SHARE_BYTES = 4
+# ZeRO-3 has the whole weights of two layers at a time, one computed and one prefetched, and the gradient of one
+WHOLE_LAYERS = 3
 
 
 class UnitMemory(NamedTuple):
@@ -71,6 +77,7 @@ def unit_memory(
     fused: bool,
     mode: str,
     value_bytes: int,
+    logit_bytes: int,
 ) -> UnitMemory:
     """UnitMemory of one unit on one device of a stage with `dp` replicas, for micro-batches of `tokens` per replica."""
     parameters = unit_parameters(model, unit, tp)
@@ -80,26 +87,27 @@ def unit_memory(
         activation = _ceil(tokens * model.hidden, shared) if model.dropout else 0  # the dropout mask
     elif unit != "layer":
         activation = _ceil(tokens * 2 * model.hidden * value_bytes, shared)  # inputs of the norm and of the matmul
-        working = _ceil(tokens * model.vocab * LOGIT_BYTES, tp)
+        working = _ceil(tokens * model.vocab * logit_bytes, tp)
     else:
         activation = layer_activation_bytes(model, tokens, seq_len, tp, sequence_parallel, fused, mode, value_bytes)
         # the backward pass of one layer holds its complete activations once more while it recomputes them
         complete = layer_activation_bytes(model, tokens, seq_len, tp, sequence_parallel, fused, "none", value_bytes)
         working = complete - activation if mode != "none" else 0
     state = MOMENTS_BYTES + (MASTER_BYTES if value_bytes == 2 else 0)
+    gradient_bytes = GRADIENT_BYTES
+    if zero_stage in (1, 2) and value_bytes == 2:
+        state += GRADIENT_SHARE_BYTES
+    if zero_stage >= 3:  # gradients are scattered in the values' own precision, 16 bytes per parameter in all
+        gradient_bytes = value_bytes
+        working += WHOLE_LAYERS * parameters * value_bytes
     return UnitMemory(
         parameters=parameters,
-        weights=parameters * value_bytes,
-        gradients=parameters * GRADIENT_BYTES,
+        weights=_ceil(parameters * value_bytes, dp if zero_stage >= 3 else 1),
+        gradients=_ceil(parameters * gradient_bytes, dp if zero_stage >= 2 else 1),
         optimizer=_ceil(parameters * state, dp if zero_stage >= 1 else 1),
         activation=activation,
         working=working,
     )
-
-
-def usable_bytes(memory_bytes: int, reserve_bytes: int, fragmentation: float) -> int:
-    """Bytes of a device that a plan may use: all of it less the fixed reserve and the allocator's share."""
-    return max(0, int(memory_bytes * (1.0 - fragmentation)) - reserve_bytes)
 
 
 def _ceil(numerator: int, denominator: int) -> int:

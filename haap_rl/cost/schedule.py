@@ -18,13 +18,14 @@ Times = Sequence[float]
 
 
 class Slot(NamedTuple):
-    """One operation of the schedule, in seconds from the start of the iteration."""
+    """One operation of the schedule, in seconds from the start of the iteration; `chunk` where stages interleave."""
 
     stage: int
     microbatch: int
     is_forward: bool
     start_s: float
     end_s: float
+    chunk: int = 0
 
 
 def in_flight(num_stages: int, stage: int, num_microbatches: int) -> int:
@@ -132,3 +133,80 @@ def upper_bound_s(forward: Times, backward: Times, send_forward: Times, send_bac
         if j < p - 1:
             trip += send_forward[j] + send_backward[j]
     return best
+
+
+# ------------------------------------------------------------------------------------------------ interleaved
+def interleaved_in_flight(num_stages: int, stage: int, num_microbatches: int, num_chunks: int) -> int:
+    """Chunks' worth of activations that `stage` holds at its peak: its warm-up forwards and one more."""
+    return min(_warm_up(num_stages, stage, num_microbatches, num_chunks) + 1, num_microbatches * num_chunks)
+
+
+def _warm_up(num_stages: int, stage: int, num_microbatches: int, num_chunks: int) -> int:
+    """Forwards that a stage runs before its first backward (Narayanan et al. 2021, section 2.2; Megatron-LM)."""
+    return min(2 * (num_stages - 1 - stage) + (num_chunks - 1) * num_stages, num_microbatches * num_chunks)
+
+
+def interleaved_ends_s(
+    forward: Sequence[Times], backward: Sequence[Times], send: Times, m: int, slots: list[Slot] | None = None
+) -> list[float]:
+    """Seconds at which each stage ends its last backward when it runs several chunks of layers in turn, shape (p,).
+
+    forward[c][i], backward[c][i]: seconds per micro-batch of chunk c on stage i. send[i]: seconds from stage i to the
+    next one, the last stage sending to the first. m must be a multiple of p. Event by event: every stage runs
+    Megatron-LM's order, groups of p micro-batches through one chunk after the other; an operation starts when the
+    stage is free and its input is there.
+    """
+    num_chunks, p = len(forward), len(send)
+    total = m * num_chunks
+    orders = []
+    for i in range(p):
+        ahead = _warm_up(p, i, m, num_chunks)
+        order = [(True, k) for k in range(ahead)]
+        for k in range(total - ahead):
+            order += [(True, ahead + k), (False, k)]
+        orders.append(order + [(False, k) for k in range(total - ahead, total)])
+    ends: dict[tuple[bool, int, int, int], float] = {}  # (is forward, chunk, stage, micro-batch) -> seconds
+    free = [0.0] * p
+    position = [0] * p
+    waiting = list(range(p))
+    while waiting:
+        i = waiting.pop()
+        while position[i] < len(orders[i]):
+            is_forward, k = orders[i][position[i]]
+            chunk = k % (p * num_chunks) // p
+            microbatch = k // (p * num_chunks) * p + k % p
+            if not is_forward:
+                chunk = num_chunks - 1 - chunk
+            start = free[i]
+            before = _interleaved_input(is_forward, chunk, i, microbatch, num_chunks, p)
+            if before is not None:
+                if before not in ends:
+                    break
+                arrival = ends[before]
+                if before[2] != i:
+                    arrival = arrival + send[before[2] if is_forward else i]
+                start = max(start, arrival)
+            end = start + (forward if is_forward else backward)[chunk][i]
+            ends[is_forward, chunk, i, microbatch] = free[i] = end
+            if slots is not None:
+                slots.append(Slot(i, microbatch, is_forward, start, end, chunk))
+            position[i] += 1
+            for near in ((i + 1) % p, (i - 1) % p):
+                if near not in waiting:
+                    waiting.append(near)
+    return free
+
+
+def _interleaved_input(
+    is_forward: bool, chunk: int, stage: int, microbatch: int, num_chunks: int, p: int
+) -> tuple[bool, int, int, int] | None:
+    """The operation whose result another one needs; None for the first forward of a micro-batch."""
+    if is_forward:
+        if stage > 0:
+            return (True, chunk, stage - 1, microbatch)
+        return (True, chunk - 1, p - 1, microbatch) if chunk > 0 else None
+    if stage < p - 1:
+        return (False, chunk, stage + 1, microbatch)
+    if chunk < num_chunks - 1:
+        return (False, chunk + 1, 0, microbatch)
+    return (True, chunk, stage, microbatch)

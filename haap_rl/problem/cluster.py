@@ -65,7 +65,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Equal nodes of equal devices. Nodes of another size are another group."""
+    """Equal nodes of equal devices. Nodes of another size are another group.
+
+    nics_per_node: network adapters that share inter_node's bandwidth equally; a device sends through one of them.
+    """
 
     name: str
     device: DeviceType
@@ -73,11 +76,13 @@ class DeviceGroup:
     devices_per_node: int
     intra_node: Link
     inter_node: Link
+    nics_per_node: int = 1
 
     def __post_init__(self) -> None:
         where = f"device group {self.name!r}"
         positive_int(where, "num_nodes", self.num_nodes)
         positive_int(where, "devices_per_node", self.devices_per_node)
+        positive_int(where, "nics_per_node", self.nics_per_node)
 
     @property
     def num_devices(self) -> int:
@@ -177,7 +182,8 @@ def cluster_from_config(config: Mapping[str, Any], device_named: Callable[[str],
     for position, entry in enumerate(_sequence(where, "groups", config["groups"])):
         entry = _mapping(where, f"groups.{position}", entry)
         place = f"{where}: groups.{position}"
-        check_keys(place, entry, ("name", "device", "num_nodes", "devices_per_node", "intra_node", "inter_node"))
+        required = ("name", "device", "num_nodes", "devices_per_node", "intra_node", "inter_node")
+        check_keys(place, entry, required, ("nics_per_node",))
         device = entry["device"]
         groups.append(
             DeviceGroup(
@@ -189,6 +195,7 @@ def cluster_from_config(config: Mapping[str, Any], device_named: Callable[[str],
                 devices_per_node=positive_int(place, "devices_per_node", entry["devices_per_node"]),
                 intra_node=link_from_config(f"{place}.intra_node", entry["intra_node"]),
                 inter_node=link_from_config(f"{place}.inter_node", entry["inter_node"]),
+                nics_per_node=positive_int(place, "nics_per_node", entry.get("nics_per_node", 1)),
             )
         )
     links = []

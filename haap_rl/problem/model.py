@@ -95,6 +95,14 @@ class Model:
         heads_divide = self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
         return heads_divide and self.ffn % tp == 0
 
+    def vocab_per_rank(self, tp: int) -> int:
+        """Rows of the embedding on one tensor-parallel rank: equal parts, padded to 128 rows (Megatron-LM).
+
+        Alone, a rank has the vocabulary as it is: published runs at tp 1 behave so (docs/accuracy.md). Where a trainer
+        pads there too, give the padded size as `vocab`.
+        """
+        return self.vocab if tp == 1 else -(-self.vocab // (128 * tp)) * 128
+
     def unit_parameters(self, unit: Unit) -> tuple[int, int]:
         """(parameters that tensor parallelism divides, parameters that every tensor-parallel rank holds)."""
         h, q, kv = self.hidden, self.query_size, self.kv_size

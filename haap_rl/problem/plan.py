@@ -20,6 +20,7 @@ from haap_rl.problem.model import Model
 PLAN_SCHEMA = "haap_rl.plan/1"
 RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+FRAMEWORKS = ("megatron", "deepspeed", "huggingface", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,10 @@ class Stage:
 class Plan:
     """Stages front to back. Unit ranges follow from the counts, so gaps and overlaps cannot be written.
 
-    zero_stage: 0 keeps the optimiser state on every replica, 1 divides it among the data-parallel replicas.
-    sequence_parallel: Megatron's, in every stage with tp > 1. virtual_stages: chunks per stage (1 = plain 1F1B).
+    zero_stage: what the data-parallel replicas divide among them: 0 nothing, 1 the optimiser state, 2 the gradients
+    too, 3 the weights too (ZeRO, FSDP).
+    sequence_parallel: Megatron's, in every stage with tp > 1. virtual_stages: chunks per stage (1 = plain 1F1B, more
+    = interleaved: chunk c of stage i is the c-th of the stage's layer runs, each as long).
     """
 
     stages: tuple[Stage, ...]
@@ -76,6 +79,10 @@ class Problem:
     """Train `model` on `cluster`: one optimiser step over global_batch_size sequences of seq_len tokens.
 
     fused_attention: FlashAttention-like kernels that never store the score matrix.
+    framework: whose code trains it: megatron, deepspeed (its pipeline around Megatron-LM's layers), huggingface (the
+    library's own modules, whose elementwise kernels are not fused) or fsdp. They differ in host time, in what they
+    overlap, in kernel fusion and in the bytes of the gradients they exchange.
+    launch_blocking: the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1, a setting for debugging).
     """
 
     cluster: Cluster
@@ -85,6 +92,8 @@ class Problem:
     precision: str = "fp16"
     optimizer: str = "adam"
     fused_attention: bool = False
+    framework: str = "megatron"
+    launch_blocking: bool = False
 
     def __post_init__(self) -> None:
         positive_int("problem", "seq_len", self.seq_len)
@@ -93,8 +102,11 @@ class Problem:
             raise InputError(f"problem: precision={self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.optimizer != "adam":
             raise InputError(f"problem: optimizer={self.optimizer!r} is not supported; use optimizer=adam")
-        if not isinstance(self.fused_attention, bool):
-            raise InputError(f"problem: fused_attention={self.fused_attention!r} must be true or false")
+        for name in ("fused_attention", "launch_blocking"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"problem: {name}={getattr(self, name)!r} must be true or false")
+        if self.framework not in FRAMEWORKS:
+            raise InputError(f"problem: framework={self.framework!r} is not one of {', '.join(FRAMEWORKS)}")
         if self.model.learned_positions and self.seq_len > self.model.max_positions:
             raise InputError(
                 f"problem: seq_len={self.seq_len} is longer than the {self.model.max_positions} learned positions of "
@@ -123,10 +135,10 @@ class Problem:
                 f"plan: num_microbatches={plan.num_microbatches} does not divide global_batch_size={batch}; "
                 f"choose a divisor of {batch}"
             )
-        if type(plan.zero_stage) is not int or plan.zero_stage not in (0, 1):
-            raise PlanError(f"plan: zero_stage={plan.zero_stage} is not priced; use 0 or 1")
-        if plan.virtual_stages != 1:
-            raise PlanError(f"plan: virtual_stages={plan.virtual_stages} is not priced; use 1 (plain 1F1B)")
+        if type(plan.zero_stage) is not int or plan.zero_stage not in range(4):
+            raise PlanError(f"plan: zero_stage={plan.zero_stage} is not known; use 0, 1, 2 or 3")
+        if type(plan.virtual_stages) is not int or plan.virtual_stages != 1:
+            self._validate_interleaving(plan)
         units = sum(stage.num_units for stage in plan.stages)
         if units != model.num_units:
             raise PlanError(
@@ -143,6 +155,31 @@ class Problem:
                 raise PlanError(
                     f"plan: the stages use {used[group.name]} devices of group {group.name!r}, which has "
                     f"{group.num_devices}; lower tp or dp of a stage there, or move one to another group"
+                )
+
+    def _validate_interleaving(self, plan: Plan) -> None:
+        """Megatron-LM's conditions for interleaved stages."""
+        chunks, stages = plan.virtual_stages, len(plan.stages)
+        if type(chunks) is not int or chunks < 1 or stages < 2:
+            raise PlanError(
+                f"plan: virtual_stages={chunks} with {stages} stages; interleave 2 or more stages, or use 1"
+            )
+        if plan.num_microbatches % stages:
+            raise PlanError(
+                f"plan: num_microbatches={plan.num_microbatches} is no multiple of the {stages} stages, as interleaved "
+                "stages need; change one of them or set virtual_stages to 1"
+            )
+        for index, stage in enumerate(plan.stages):
+            layers = stage.num_units - (index == 0) - (index == stages - 1)
+            if layers % chunks:
+                raise PlanError(
+                    f"plan: stage {index} holds {layers} layers, which virtual_stages={chunks} does not divide; "
+                    "give each stage a multiple of it"
+                )
+            if stage.recompute.num_layers % chunks:
+                raise PlanError(
+                    f"plan: stage {index} recomputes {stage.recompute.num_layers} of its {layers} layers, which "
+                    f"virtual_stages={chunks} does not divide; recompute equally many in each chunk"
                 )
 
     def _validate_stage(
@@ -172,12 +209,6 @@ class Problem:
                 )
             if tp < 1 or dp < 1 or size < 1:
                 raise PlanError(f"{where}: tp={tp}, dp={dp} and microbatch_size={size} must each be at least 1")
-            per_node = self.cluster.groups[self.cluster.index(replica.group)].devices_per_node
-            if tp > per_node:
-                raise PlanError(
-                    f"{where}: tp={tp} is more than the {per_node} devices in a node of group {replica.group!r}; "
-                    f"use tp <= {per_node} and more dp"
-                )
             if not model.allows_tp(tp):
                 raise PlanError(
                     f"{where}: tp={tp} does not divide heads={model.heads}, kv_heads={model.kv_heads} and "

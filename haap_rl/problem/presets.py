@@ -136,7 +136,8 @@ def _cluster_name(config: Mapping[str, Any]) -> str:
 
 def problem_from_config(model: Mapping[str, Any], cluster: Mapping[str, Any], settings: Mapping[str, Any]) -> Problem:
     """Problem from the three mappings of a composed configuration; `settings` are Problem's own fields."""
-    check_keys("problem", settings, ("seq_len", "global_batch_size", "precision", "optimizer", "fused_attention"))
+    keys = ("seq_len", "global_batch_size", "precision", "optimizer", "fused_attention", "framework")
+    check_keys("problem", settings, keys, ("launch_blocking",))
     model, cluster = resolved(model, cluster)
     return Problem(cluster=cluster_from_config(cluster, _device), model=model_from_config(model), **settings)
 

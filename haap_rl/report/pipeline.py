@@ -15,10 +15,11 @@ from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import Plan, Problem
-from haap_rl.tracking import recorded_plan
+from haap_rl.tracking import recorded_plan, recorded_profile
 
 PICTURES = (".png", ".pdf", ".svg")
 FORWARD, BACKWARD, TAIL = "#4878a8", "#e1974c", "#8c8c8c"
+PALEST = 0.45  # opacity of the last of several interleaved chunks; the first is solid
 TIMES = (("forward", FORWARD), ("backward", BACKWARD), ("gradient sync, optimiser", TAIL))
 MEMORY_PARTS = (
     ("weights, gradients", "#5b4b8a"),
@@ -26,11 +27,15 @@ MEMORY_PARTS = (
     ("activations", "#4f9d69"),
     ("logits, recompute", "#c44e52"),
     ("reserved", "#d0d0d0"),
+    ("cached by the allocator", "#ececec"),
 )
 
 
 def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> None:
-    """Write a picture (format by the suffix of `path`) of the plan's timeline and of the memory of each stage."""
+    """Write a picture (format by the suffix of `path`) of the plan's timeline and of the memory of each stage.
+
+    Where stages interleave, later chunks are paler.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -44,19 +49,20 @@ def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> N
     for slot in estimate.timeline():
         ends[slot.stage] = max(ends[slot.stage], slot.end_s)
         color = FORWARD if slot.is_forward else BACKWARD
+        opacity = 1.0 - (1.0 - PALEST) * slot.chunk / max(1, plan.virtual_stages - 1)
         timeline.broken_barh(
             [(slot.start_s, slot.end_s - slot.start_s)],
             (slot.stage - 0.4, 0.8),
-            facecolors=color,
+            facecolors=(color, opacity),
             edgecolors="white",
-            linewidth=min(0.4, 20.0 / plan.num_microbatches),
+            linewidth=min(0.4, 20.0 / (plan.num_microbatches * plan.virtual_stages)),
         )
     for i, stage in enumerate(estimate.stages):
         timeline.broken_barh([(ends[i], stage.tail_s)], (i - 0.4, 0.8), facecolors=TAIL)
     timeline.set_yticks(range(stages), [_label(plan, i) for i in range(stages)])
     timeline.set_ylim(stages - 0.4, -0.6)
     timeline.set_xlim(0, estimate.iteration_s)
-    timeline.set_xlabel("seconds")
+    timeline.set_xlabel("seconds" if plan.virtual_stages == 1 else "seconds (paler: a later chunk of the stage)")
     timeline.set_title(
         f"{problem.model.name} on {problem.cluster.name}: {estimate.iteration_s:.2f} s per iteration, "
         f"{estimate.tokens_per_s:,.0f} tokens/s, bubble {estimate.bubble:.0%}",
@@ -78,6 +84,7 @@ def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> N
                 group.activations_bytes,
                 max(group.logits_bytes, group.recompute_bytes),
                 group.reserved_bytes,
+                group.cached_bytes,
             )
             left = 0.0
             for size, (_, color) in zip(parts, MEMORY_PARTS, strict=True):
@@ -109,8 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = Path(str(options["out"]))
         if out.suffix not in PICTURES:
             raise InputError(f"out={str(out)!r} must end in one of {', '.join(PICTURES)}")
-        problem, plan = recorded_plan(Path(str(options["record"])))
-        draw_plan(problem, plan, Estimator(problem)(plan), out)
+        record = Path(str(options["record"]))
+        problem, plan = recorded_plan(record)
+        draw_plan(problem, plan, Estimator(problem, profile=recorded_profile(record))(plan), out)
         print(f"picture: {out}")
         return 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from haap_rl.cost.estimate import Estimate
+from haap_rl.cost.profiles import Profile
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.search.base import SearchResult
@@ -14,7 +16,10 @@ from haap_rl.search.base import SearchResult
 
 def plan_table(problem: Problem, plan: Plan, estimate: Estimate) -> Table:
     """One row per replica group of each stage: devices, layers, parallelism, memory, time, share of the longest."""
-    table = Table(title=f"{problem.model.name} on {problem.cluster.name}, {plan.num_microbatches} micro-batches")
+    title = f"{problem.model.name} on {problem.cluster.name}, {plan.num_microbatches} micro-batches"
+    if plan.virtual_stages > 1:
+        title += f", each stage in {plan.virtual_stages} interleaved chunks"
+    table = Table(title=title)
     for name in ("stage", "devices", "layers", "tp", "dp", "batch", "recompute", "memory GiB", "fwd+bwd ms", "load"):
         table.add_column(name, justify="left" if name in ("devices", "recompute") else "right")
     slowest = max(estimate.loads_s)
@@ -40,23 +45,30 @@ def plan_table(problem: Problem, plan: Plan, estimate: Estimate) -> Table:
 
 
 def time_table(estimate: Estimate) -> Table:
-    """Milliseconds per micro-batch (the last two: per iteration); the parts are inside forward and backward."""
+    """Milliseconds per micro-batch (the last two: per iteration); the parts are inside forward and backward.
+
+    "sharding" is the traffic of sharded weights and gradients; where stages interleave, a send is one chunk's.
+    """
     table = Table(title="time of each stage, ms")
-    columns = ("stage", "forward", "backward", "recompute", "tensor parallel", "blocked by sends", "send to next")
+    parts_inside = ("recompute", "tensor parallel", "sharding", "blocked by sends", "send to next")
+    columns = ("stage", "forward", "backward", *parts_inside)
     for name in (*columns, "gradient sync", "optimiser"):
         table.add_column(name, justify="right")
     for i, stage in enumerate(estimate.stages):
         once = (stage.gradient_sync_s, stage.optimizer_s)
-        parts = (stage.recompute_s, stage.tensor_parallel_s, stage.blocked_s, stage.send_s)
+        parts = (stage.recompute_s, stage.tensor_parallel_s, stage.sharding_s, stage.blocked_s, stage.send_s)
         seconds = (stage.forward_s, stage.backward_s, *parts, *once)
         table.add_row(str(i), *(f"{1e3 * value:.2f}" for value in seconds))
     return table
 
 
 def memory_table(estimate: Estimate) -> Table:
-    """GiB on a device of each replica group of each stage, by part, at its peak."""
+    """GiB on a device of each replica group of each stage, by part, at its peak.
+
+    "cached" is what the allocator holds besides, which it gives back where memory is short.
+    """
     table = Table(title="memory of one device, GiB")
-    parts = ("weights", "grads", "optim.", "activ.", "logits", "recomp.", "reserved")
+    parts = ("weights", "grads", "optim.", "activ.", "logits", "recomp.", "reserved", "cached")
     for name in ("stage", "group", *parts, "used", "has", "missing"):
         table.add_column(name, justify="left" if name == "group" else "right")
     for i, groups in enumerate(estimate.memory):
@@ -69,6 +81,7 @@ def memory_table(estimate: Estimate) -> Table:
                 group.logits_bytes,
                 group.recompute_bytes,
                 group.reserved_bytes,
+                group.cached_bytes,
                 group.used_bytes,
                 group.capacity_bytes,
                 group.missing_bytes,
@@ -80,8 +93,12 @@ def memory_table(estimate: Estimate) -> Table:
 def plan_lines(estimate: Estimate, lower_bound_s: float) -> list[str]:
     """How fast a plan is, what holds it up, and how far it is from the proven bound of the space."""
     stage, resource = estimate.bottleneck
+    between = ""
+    if estimate.interval_s is not None:
+        low, high = estimate.interval_s
+        between = f" (90 % interval {low:.3f}-{high:.3f} s)"
     lines = [
-        f"iteration {estimate.iteration_s:.3f} s, {estimate.tokens_per_s:,.0f} tokens/s, bubble "
+        f"iteration {estimate.iteration_s:.3f} s{between}, {estimate.tokens_per_s:,.0f} tokens/s, bubble "
         f"{estimate.bubble:.1%}, bottleneck stage {stage} ({resource})"
     ]
     if not estimate.fits:
@@ -90,6 +107,17 @@ def plan_lines(estimate: Estimate, lower_bound_s: float) -> list[str]:
         gap = estimate.iteration_s / lower_bound_s - 1
         lines.append(f"no plan of this space is faster than {lower_bound_s:.3f} s (proven): gap {gap:.1%}")
     return lines
+
+
+def profile_lines(profile: Profile | None, gaps: Sequence[str]) -> list[str]:
+    """What the times were measured by, what its reader had to assume, and what it had to leave to the curves."""
+    if profile is None:
+        return []
+    return [
+        f"times measured by profile {profile.name} ({profile.checksum})",
+        *(f"assumed: {assumption}" for assumption in profile.assumptions),
+        *(f"not measured: {gap}" for gap in gaps),
+    ]
 
 
 def summary_lines(result: SearchResult) -> list[str]:
@@ -113,7 +141,7 @@ def summary_lines(result: SearchResult) -> list[str]:
         f"operator latencies computed, {share(avoided, computed):.2%} avoided against no memo, "
         f"{share(per_plan, computed):.2%} against each distinct one once per plan"
     )
-    return lines
+    return [*lines, *profile_lines(result.profile, result.profile_gaps)]
 
 
 def share(avoided: int, computed: int) -> float:

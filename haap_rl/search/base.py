@@ -28,6 +28,7 @@ import numpy as np
 
 from haap_rl.cost.estimate import Estimate
 from haap_rl.cost.estimator import Estimator
+from haap_rl.cost.profiles import Profile
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int
 from haap_rl.problem.plan import Plan, Problem
@@ -97,6 +98,8 @@ class SearchResult:
     seed: int
     pruning: PruningReport
     artifacts: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)  # zip files hold a time
+    profile: Profile | None = field(default=None, repr=False)  # what the estimator's times were measured by
+    profile_gaps: tuple[str, ...] = ()  # what in the plan's price that profile had to leave to the curves
 
     @property
     def gap_to_lower_bound(self) -> float | None:
@@ -129,9 +132,10 @@ class Objective:
         on_progress: Progress | None = None,
         lower_bound_s: float = 0.0,
         on_log: Log | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.problem, self.budget, self.lower_bound_s = problem, budget, lower_bound_s
-        self.estimator = Estimator(problem, cached)
+        self.estimator = Estimator(problem, cached, profile=profile)
         self.space = Space(problem, space or SpaceSpec(), self.estimator)
         self.evaluations = 0
         self.best: tuple[Plan, Estimate] | None = None
@@ -235,19 +239,21 @@ def run_search(
     cached: bool = True,
     on_log: Log | None = None,
     on_start: Callable[[], None] | None = None,
+    profile: Profile | None = None,
 ) -> SearchResult:
     """Run one searcher on one problem; the seed enters here and nowhere else.
 
     on_start: called once before the clock starts, if any plan can fit. on_progress: called after every evaluation with
     (objective, estimate). on_log: called with (objective, figures) of the searcher's own. cached: the estimator's memo
-    (idea 3 of the paper); results do not depend on it. Ctrl-C ends the search with the best plan so far.
+    (idea 3 of the paper); results do not depend on it. profile: measured times, for plans, bound and counts alike.
+    Ctrl-C ends the search with the best plan so far.
     """
     spec = space or SpaceSpec()
-    bound = lower_bound(problem, spec)
-    pruning = pruning_report(problem, spec)
+    bound = lower_bound(problem, spec, profile)
+    pruning = pruning_report(problem, spec, profile)
     if on_start is not None and bound.seconds != np.inf:
         on_start()
-    objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds, on_log)
+    objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds, on_log, profile)
     stopped_by, reason = "finished", ""
     if bound.seconds == np.inf:
         stopped_by = "infeasible"
@@ -283,6 +289,8 @@ def run_search(
         seed=seed,
         pruning=pruning,
         artifacts=_artifacts(searcher) if stopped_by != "infeasible" else {},
+        profile=profile,
+        profile_gaps=estimator.gaps(best[0]) if best else (),
     )
 
 

@@ -30,7 +30,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost import comm
 from haap_rl.cost.estimator import BoundaryKey, ReplicaKey, SideKey, StageKey
 from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Problem
@@ -144,7 +143,7 @@ class Program:
                 f"{MOST_ENTRIES:,}; use fewer space.group_sizes, a smaller space.max_stages, or +search=autohaap"
             )
         self.send_s = self._links()
-        blocking = estimator.calibration.send_blocking
+        blocking = estimator.framework.send_blocking
         self.link = 2.0 * (1.0 + blocking) * self.send_s  # in S: both directions, and what they block of both stages
         self.blocked_s = blocking * self.send_s  # of each of the two stages, per direction
         self._stage_times(tables)
@@ -152,7 +151,7 @@ class Program:
     def _stage_times(self, tables: Tables) -> None:
         """alone[position] (K, L+1): a stage's part of S; and what its c_s is made of."""
         layers = np.arange(self.num_layers + 1)
-        host = self.space.estimator.calibration.host_microbatch_s
+        host = self.space.estimator.framework.host_microbatch_s
         self.alone: list[FloatArray] = []
         self.longer: list[FloatArray] = []  # the longer of forward and backward
         for position in range(4):
@@ -165,19 +164,25 @@ class Program:
             self.alone.append(times[0] + host + times[1])
             self.longer.append(np.maximum(times[0] + host, times[1]))
         self._weights: dict[tuple[int, int], FloatArray] = {}
-        self.tail = np.zeros((len(self.space.options), self.num_layers + 1))
+        self.tail = np.zeros((2, len(self.space.options), self.num_layers + 1))  # 1: the only stage, with the head
         for shape in self.shapes:
             for k in shape.members:
-                for n in range(1, int(self.max_layers[k].max()) + 1):
-                    self.tail[k, n] = self._first_stage_tail_s(int(k), n)
+                for only in (0, 1):
+                    for n in range(1, int(self.max_layers[k, FIRST | only * LAST].max()) + 1):
+                        self.tail[only, k, n] = self._first_stage_tail_s(int(k), n, bool(only))
 
-    def _first_stage_tail_s(self, k: int, layers: int) -> float:
-        """Least seconds of gradient sync and optimiser step of a first stage on option k, wherever it is placed."""
+    def _first_stage_tail_s(self, k: int, layers: int, only: bool) -> float:
+        """Least seconds of gradient sync and optimiser step of a first stage on option k, wherever it is placed.
+
+        With the option's own recomputation: a longer last backward pass hides more of the synchronisation.
+        """
         option, space = self.space.options[k], self.space
         tails = []
         for nodes in possible_nodes(space.problem, space.options, option):
             replica = ReplicaKey(option.group, option.tp, option.dp, self._samples // option.dp, nodes, 1)
-            key = StageKey(True, False, layers, (replica,), "none", 0, space.spec.zero_stage, SEQUENCE_PARALLEL)
+            again = 0 if option.recompute == "none" else layers
+            zero = space.spec.zero_stage
+            key = StageKey(True, only, layers, (replica,), option.recompute, again, zero, SEQUENCE_PARALLEL)
             cost = space.estimator.stage_cost(key)
             tails.append(cost.gradient_sync_s + cost.optimizer_s)
         return min(tails)
@@ -196,8 +201,8 @@ class Program:
                 sender, receiver = self._side(front), self._side(behind)
                 per_node = problem.cluster.groups[front.group].devices_per_node
                 near = front.group == behind.group and front.devices + behind.devices <= per_node
-                rates = [estimator.boundary_rate(BoundaryKey(sender, receiver, one_node)) for one_node in {False, near}]
-                links[i, j] = min(comm.transfer_s(num_bytes, *rate) for rate in rates)
+                keys = [BoundaryKey(sender, receiver, one_node) for one_node in {False, near}]
+                links[i, j] = min(estimator.send_s(key, num_bytes) for key in keys)
         return links
 
     def _side(self, shape: Shape) -> SideKey:
@@ -270,7 +275,7 @@ class Program:
     ) -> tuple[FloatArray, FloatArray]:
         """(L+1,) least part of S of a stage of this shape with n layers, inside the pipeline and at its front."""
         k = shape.members
-        alone_first = self.alone[FIRST | last] + self.tail
+        alone_first = self.alone[FIRST | last] + self.tail[int(last > 0)]
         inner: FloatArray = np.where(inner_c[k] <= most_c, self.alone[last][k], np.inf).min(0)
         front: FloatArray = np.where(front_c[k] <= most_c, alone_first[k], np.inf).min(0)
         inner[0] = front[0] = np.inf  # a stage of no layers is none
@@ -345,7 +350,7 @@ class Program:
             own_c = weights[k, shares] + self._blocked_c(s) * partial.blocked_s
             own_s = partial.alone_s + self.alone[position][k, shares]
             if position & FIRST:
-                own_s = own_s + self.tail[k, shares]
+                own_s = own_s + self.tail[int(s == 1), k, shares]
             if s == 1:
                 totals, heaviest = own_s[None], np.maximum(own_c, partial.largest_c)[None]
             else:
@@ -386,7 +391,7 @@ def path_bound_s(program: Program, genome: Genome) -> float:
     p, m = len(options), genome.num_microbatches
     alone_s = (
         sum(program.link[a, b] for a, b in itertools.pairwise(where))
-        + program.tail[genome.options[0], genome.layers[0]]
+        + program.tail[int(p == 1), genome.options[0], genome.layers[0]]
     )
     largest_c = 0.0
     for i, (k, n) in enumerate(zip(genome.options, genome.layers, strict=True)):

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from haap_rl.cost.estimator import Estimator
+from haap_rl.cost.profiles import Profile
 from haap_rl.problem.plan import Problem
 from haap_rl.space.initial import Room
 from haap_rl.space.options import FIRST, LAST, Option, SpaceSpec, Tables, stage_options
@@ -40,10 +41,13 @@ class Bound:
     num_microbatches: int | None  # where the bound is attained; None if nothing fits
 
 
-def lower_bound(problem: Problem, spec: SpaceSpec) -> Bound:
-    """The least of the linear programs' bounds over the space's micro-batch counts, proven."""
+def lower_bound(problem: Problem, spec: SpaceSpec, profile: Profile | None = None) -> Bound:
+    """The least of the linear programs' bounds over the space's micro-batch counts, proven.
+
+    profile: that of the estimator whose plans are bounded.
+    """
     options = stage_options(problem, spec)
-    estimator = Estimator(problem)
+    estimator = Estimator(problem, profile=profile)
     num_devices = tuple(group.num_devices for group in problem.cluster.groups)
     best = Bound(np.inf, None)
     for m in sorted(spec.num_microbatches):

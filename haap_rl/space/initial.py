@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from haap_rl.cost.estimator import Estimator
+from haap_rl.cost.profiles import Profile
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Problem
 from haap_rl.space.options import (
@@ -140,10 +141,10 @@ class PruningReport:
         return self.plans / self.plans_that_fit if self.plans and self.plans_that_fit else None
 
 
-def pruning_report(problem: Problem, spec: SpaceSpec) -> PruningReport:
+def pruning_report(problem: Problem, spec: SpaceSpec, profile: Profile | None = None) -> PruningReport:
     """Count the declared space and its memory-feasible part, whatever the ablation switches say."""
     options = stage_options(problem, spec)
-    estimator = Estimator(problem)
+    estimator = Estimator(problem, profile=profile)
     num_devices = tuple(group.num_devices for group in problem.cluster.groups)
     legal = fitting = 0
     plans: float | None = 0.0
@@ -240,5 +241,5 @@ def _least_bytes(spec: SpaceSpec, option: Option, samples: int, estimator: Estim
     """Bytes of a stage of one layer with one micro-batch in flight."""
     size = samples // option.dp
     mode, zero_stage = option.recompute, spec.zero_stage
-    part = estimator.unit_memory("layer", option.tp, option.dp, size, mode, zero_stage, SEQUENCE_PARALLEL)
+    part = estimator.unit_memory("layer", option.tp, option.dp, size, mode, zero_stage, SEQUENCE_PARALLEL, option.group)
     return part.weights + part.gradients + part.optimizer + part.activation + part.working

@@ -54,7 +54,7 @@ class SpaceSpec:
         positive_int("space", "max_stages", self.max_stages)
         positive_int("space", "max_tp", self.max_tp)
         if type(self.zero_stage) is not int or self.zero_stage not in (0, 1):
-            raise InputError(f"space: zero_stage={self.zero_stage!r} is not priced; use 0 or 1")
+            raise InputError(f"space: zero_stage={self.zero_stage!r} is not searched; use 0 or 1")
         for name in ("memory_aware_init", "load_balance"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"space: {name}={getattr(self, name)!r} must be true or false")
@@ -151,13 +151,11 @@ class Tables:
                 self.backward_s[k, column] = time.backward_s
                 if unit == "layer":
                     self.backward_s[k, column] = again.get(option.recompute, time.backward_full_s)
-            for position in range(POSITIONS):
-                for s in range(1, self.max_stages + 1):
-                    self.max_layers[k, position, s] = (
-                        _max_layers(problem, spec, option, self.samples, estimator, position, min(s, m))
-                        if memory
-                        else num_layers
-                    )
+            self.max_layers[k, :, 1:] = (
+                _max_layers(problem, spec, option, self.samples, estimator, self.max_stages, m)
+                if memory
+                else num_layers
+            )
         self.layer_s: list[float] = (self.forward_s + self.backward_s)[:, 1].tolist()
         self.embedding_s: list[float] = (self.forward_s + self.backward_s)[:, 0].tolist()
         self.head_s: list[float] = (self.forward_s + self.backward_s)[:, 2].tolist()
@@ -179,21 +177,31 @@ _UNITS: tuple[Unit, ...] = ("embedding", "layer", "head")
 
 
 def _max_layers(
-    problem: Problem, spec: SpaceSpec, option: Option, samples: int, estimator: Estimator, position: int, in_flight: int
-) -> int:
-    """Most layers of a stage at `position` that fit with `in_flight` micro-batches, between 0 and all of them."""
+    problem: Problem, spec: SpaceSpec, option: Option, samples: int, estimator: Estimator, max_stages: int, m: int
+) -> list[list[int]]:
+    """[position][s - 1] most layers that fit in the stage s-th from the end, between 0 and all of them."""
 
     def unit(name: Unit) -> tuple[int, int, int]:
         """(bytes once, bytes per micro-batch in flight, working bytes) of one unit."""
         mode = option.recompute if name == "layer" else "none"
         size = samples // option.dp
-        part = estimator.unit_memory(name, option.tp, option.dp, size, mode, spec.zero_stage, SEQUENCE_PARALLEL)
+        zero, group = spec.zero_stage, option.group
+        part = estimator.unit_memory(name, option.tp, option.dp, size, mode, zero, SEQUENCE_PARALLEL, group)
         return part.weights + part.gradients + part.optimizer, part.activation, part.working
 
-    state, activation, working = unit("layer")
-    free = estimator.usable_bytes(option.group)
-    for name in stage_units(bool(position & FIRST), bool(position & LAST), 0, problem.model.tied_embeddings):
-        once, per_microbatch, needed = unit(name)
-        free -= once + in_flight * per_microbatch
-        working = max(working, needed)
-    return min(max(0, (free - working) // (state + in_flight * activation)), problem.model.num_layers)
+    state, activation, layer_working = unit("layer")
+    usable = estimator.usable_bytes(option.group)
+    most = []
+    for position in range(POSITIONS):
+        ends = stage_units(bool(position & FIRST), bool(position & LAST), 0, problem.model.tied_embeddings)
+        others = [unit(name) for name in ends]
+        once = sum(other[0] for other in others)
+        per_microbatch = sum(other[1] for other in others)
+        working = max([layer_working, *(other[2] for other in others)])
+        here = []
+        for s in range(1, max_stages + 1):
+            in_flight = min(s, m)
+            free = usable - once - in_flight * per_microbatch - working
+            here.append(min(max(0, free // (state + in_flight * activation)), problem.model.num_layers))
+        most.append(here)
+    return most

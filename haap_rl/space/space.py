@@ -143,6 +143,12 @@ class Space:
 
     def genome(self, plan: Plan) -> Genome:
         """The genome of a plan of this space. Raises InputError if the plan is outside it."""
+        if plan.zero_stage != self.spec.zero_stage:
+            raise InputError(
+                f"space: zero_stage={plan.zero_stage} of the plan is not that of this space, {self.spec.zero_stage}"
+            )
+        if plan.virtual_stages != 1:
+            raise InputError("space: the plan interleaves its stages; this space does not")
         options, layers = [], []
         last = len(plan.stages) - 1
         for i, stage in enumerate(plan.stages):

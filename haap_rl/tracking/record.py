@@ -10,18 +10,22 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from haap_rl.cost.estimator import fingerprint
+from haap_rl.cost.profile_files import profile_from_json, profile_to_json
+from haap_rl.cost.profiles import Profile
 from haap_rl.problem.errors import InputError
+from haap_rl.problem.formats.files import read_json_object
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.problem.presets import problem_from_config
 from haap_rl.search.base import SearchResult
 
+PROFILE = "profile.json"
 TRACE_COLUMNS = (
     "evaluations",
     "best_iteration_time_s",
@@ -32,7 +36,9 @@ TRACE_COLUMNS = (
 
 
 def write_record(directory: Path, config: dict[str, Any], problem: Problem, result: SearchResult) -> None:
-    """Write the four files and the searcher's own into `directory` (made if missing); plan.json if there is a plan.
+    """Write the record's files and the searcher's own into `directory` (made if missing).
+
+    plan.json if there is a plan, profile.json if the times come from one.
 
     Raises InputError if the directory cannot be written; an older record there is then untouched.
     """
@@ -43,9 +49,25 @@ def write_record(directory: Path, config: dict[str, Any], problem: Problem, resu
     }
     if result.plan is not None:
         texts["plan.json"] = to_json_text(problem.plan_to_json(result.plan))
+    if result.profile is not None:  # so that the record can be priced when the file has moved
+        texts[PROFILE] = to_json_text(profile_to_json(result.profile))
     write_files(directory, {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}})
-    if result.plan is None:  # one that an earlier run left would be taken for this run's
-        (directory / "plan.json").unlink(missing_ok=True)
+    for name in ("plan.json", PROFILE):  # one that an earlier run left would be taken for this run's
+        if name not in texts:
+            (directory / name).unlink(missing_ok=True)
+
+
+def check_writable(directory: Path) -> None:
+    """Make `directory` if it is missing. Raises InputError where no file can be written into it."""
+    probe = directory / f".writable.{os.getpid()}.tmp"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"out={str(directory)!r}: cannot be written into ({error.strerror}); choose another out=DIR"
+        ) from None
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
@@ -89,15 +111,24 @@ def recorded_plan(directory: Path) -> tuple[Problem, Plan]:
     return problem, problem.load_plan(directory / "plan.json")
 
 
+def recorded_profile(directory: Path) -> Profile | None:
+    """The profile that the record's run used; None if it used none. Raises InputError if it cannot be read."""
+    path = directory / PROFILE
+    return profile_from_json(read_json_object(path, "profile"), str(path)) if path.is_file() else None
+
+
 def result_to_json(config: dict[str, Any], problem: Problem, result: SearchResult) -> dict[str, Any]:
     """The figures of a run as plain JSON data; what is not known is null, never NaN or infinity."""
     estimate = result.estimate
+    between = (estimate.interval_s if estimate else None) or (None, None)
     return {
         "searcher": config["search"]["name"],
         "model": problem.model.name,
         "cluster": problem.cluster.name,
         "seed": result.seed,
         "iteration_time_s": estimate.iteration_s if estimate else None,
+        "iteration_time_low_s": between[0],
+        "iteration_time_high_s": between[1],
         "tokens_per_s": estimate.tokens_per_s if estimate else None,
         "fits": estimate.fits if estimate else False,
         "bubble": estimate.bubble if estimate else None,
@@ -120,7 +151,20 @@ def result_to_json(config: dict[str, Any], problem: Problem, result: SearchResul
             "plans_that_fit": result.pruning.plans_that_fit,
             "factor": result.pruning.factor,
         },
-        "estimator_fingerprint": fingerprint(),
+        "profile": profile_facts(result.profile, result.profile_gaps),
+        "estimator_fingerprint": fingerprint(profile=result.profile),
+    }
+
+
+def profile_facts(profile: Profile | None, gaps: Sequence[str]) -> dict[str, Any] | None:
+    """Which measurements a price rests on, and where it does not, as plain JSON data."""
+    if profile is None:
+        return None
+    return {
+        "name": profile.name,
+        "checksum": profile.checksum,
+        "assumptions": list(profile.assumptions),
+        "not_measured": list(gaps),
     }
 
 

@@ -76,6 +76,16 @@ def test_outside_the_space_no_change_is_tried():
     assert "mixes device groups" in advice.text
 
 
+def test_frameworks_and_sharded_weights_are_priced(here, capsys):
+    priced = {}
+    for name, arguments in (("megatron", ["zero_stage=1"]), ("fsdp", ["zero_stage=3", "problem.framework=fsdp"])):
+        assert main([*UNIFORM, *arguments, f"out={name}"]) == 0
+        priced[name] = json.loads((here / name / "estimate.json").read_text())
+        assert json.loads((here / name / "plan.json").read_text())["zero_stage"] == int(arguments[0][-1])
+    assert priced["megatron"]["iteration_time_s"] != priced["fsdp"]["iteration_time_s"]
+    assert "zero_stage=3 of the plan is not that of this space" in capsys.readouterr().out
+
+
 def test_even_layers_put_the_remainder_in_the_middle():
     assert even_layers(10, 4) == (2, 3, 3, 2)
     assert even_layers(8, 4) == (2, 2, 2, 2)
@@ -99,8 +109,9 @@ def test_an_impossible_uniform_plan_is_refused(degrees, words):
         (["plan=none.json"], ["none.json", "cannot be read"]),
         (["plan=none.json", "tp=2"], ["one or the other"]),
         ([*UNIFORM[:4], "recompute=ful"], ["'ful'", "selective"]),
-        ([*UNIFORM, "zero_stage=3"], ["zero_stage=3"]),
-        ([*UNIFORM, "zero_stage=true"], ["zero_stage=True", "0 or 1"]),
+        ([*UNIFORM, "zero_stage=4"], ["zero_stage=4", "0, 1, 2 or 3"]),
+        ([*UNIFORM, "zero_stage=true"], ["zero_stage=True", "0, 1, 2 or 3"]),
+        ([*UNIFORM, "problem.framework=horovod"], ["framework='horovod'"]),
         ([*UNIFORM, "sequence_parallel=3"], ["sequence_parallel=3"]),
         (["pln=x"], ["'pln'", "'plan'"]),
         (["modl=x"], ["'modl'", "'model'"]),

@@ -4,8 +4,11 @@ import csv
 import json
 
 from experiments import compare
+from haap_rl.cost.estimator import Estimator
 from haap_rl.report import pipeline
+from haap_rl.report.tables import plan_table, time_table
 from haap_rl.train import main
+from tests.builders import PLAIN, plan, problem, stage
 
 
 def is_picture(path):
@@ -32,8 +35,23 @@ def test_a_recorded_plan_is_drawn(tmp_path, monkeypatch, capsys):
         assert word in capsys.readouterr().err
 
 
+def test_an_interleaved_plan_with_sharded_state_is_drawn_and_tabled(tmp_path):
+    target = problem()
+    shown = plan(stage(3, "fast", 1, 2, 2), stage(3, "slow", 2, 2, 2), m=2, zero_stage=3, virtual_stages=2)
+    estimate = Estimator(target, calibration=PLAIN)(shown)
+    pipeline.draw_plan(target, shown, estimate, tmp_path / "plan.png")
+    assert is_picture(tmp_path / "plan.png")
+    assert {slot.chunk for slot in estimate.timeline()} == {0, 1}
+    table = time_table(estimate)
+    headers = [column.header for column in table.columns]
+    cells = list(table.columns[headers.index("sharding")].cells)
+    assert cells == [f"{1e3 * part.sharding_s:.2f}" for part in estimate.stages]
+    assert "0.00" not in cells
+    assert "2 interleaved chunks" in plan_table(target, shown, estimate).title
+
+
 def test_compare_writes_every_file_and_goes_on_where_it_stopped(tmp_path, capsys):
-    arguments = [f"out={tmp_path}", "evaluations=40", "seeds=2", "model=gpt3_1_3b", "cluster=v100x4_t4x4"]
+    arguments = [f"out={tmp_path}", "evaluations=20", "seeds=2", "model=gpt3_350m", "cluster=v100x4_t4x4"]
     assert compare.main(arguments) == 0
     first = (tmp_path / "summary.json").read_text()
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
@@ -71,8 +89,9 @@ def test_compare_says_what_is_wrong(tmp_path, capsys):
         assert word in capsys.readouterr().err
 
 
-def test_a_broken_run_file_is_run_again(tmp_path):
-    arguments = [f"out={tmp_path}", "evaluations=8", "seeds=1", "model=gpt3_1_3b", "cluster=v100x4_t4x4"]
+def test_a_broken_run_file_is_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "names", lambda _: ["random", "autohaap"])
+    arguments = [f"out={tmp_path}", "evaluations=8", "seeds=1", "model=gpt3_350m", "cluster=v100x4_t4x4"]
     assert compare.main(arguments) == 0
     first = (tmp_path / "runs.csv").read_text().splitlines()[0]
     (tmp_path / "runs" / "random-10.json").write_text('{"settings"')

@@ -15,7 +15,7 @@ import yaml
 from haap_rl.problem.presets import load_problem, names
 from haap_rl.train import main
 
-SMALL = ["model=gpt3_1_3b", "cluster=v100x4_t4x4", "budget.evaluations=120"]
+SMALL = ["model=gpt3_350m", "cluster=v100x4_t4x4", "budget.evaluations=120"]
 
 
 def command(*arguments, **settings):
@@ -35,7 +35,7 @@ def here(tmp_path, monkeypatch):
 def test_a_run_leaves_a_complete_record_and_prints_plan_gap_and_place(here, capsys):
     assert main(["+search=random", *SMALL, "seed=3", "out=record"]) == 0
     printed = capsys.readouterr().out
-    assert "gpt3_1_3b on v100x4_t4x4" in printed
+    assert "gpt3_350m on v100x4_t4x4" in printed
     assert re.search(r"no plan of this space is faster than [\d.]+ s \(proven\): gap [\d.]+%", printed)
     assert "record: " in printed
     assert "avoided against no memo" in printed
@@ -55,7 +55,7 @@ def test_a_run_leaves_a_complete_record_and_prints_plan_gap_and_place(here, caps
 
     from haap_rl.cost.estimator import Estimator
 
-    problem = load_problem("gpt3_1_3b", "v100x4_t4x4")
+    problem = load_problem("gpt3_350m", "v100x4_t4x4")
     plan = problem.load_plan(record / "plan.json")
     assert Estimator(problem)(plan).iteration_s == result["iteration_time_s"]
 

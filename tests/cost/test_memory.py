@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 from haap_rl.cost import memory
 from tests.builders import model
 
@@ -48,18 +46,21 @@ def test_gated_mlp_without_dropout_by_hand():
 
 
 def test_state_bytes_per_parameter():
-    unit = memory.unit_memory(model(), "layer", 512, 512, 1, 4, 0, True, False, "none", 2)
+    unit = memory.unit_memory(model(), "layer", 512, 512, 1, 4, 0, True, False, "none", 2, 8)
     assert (unit.weights, unit.gradients, unit.optimizer) == tuple(unit.parameters * k for k in (2, 4, 12))
-    zero = memory.unit_memory(model(), "layer", 512, 512, 1, 4, 1, True, False, "none", 2)
-    assert zero.optimizer == unit.parameters * 3
-    single = memory.unit_memory(model(), "layer", 512, 512, 1, 1, 0, True, False, "none", 4)
+    zero = memory.unit_memory(model(), "layer", 512, 512, 1, 4, 1, True, False, "none", 2, 8)
+    # a quarter of the state and of the fp32 copy of the reduced gradients that the step works on
+    assert zero.optimizer == unit.parameters * (12 + 4) // 4
+    single = memory.unit_memory(model(), "layer", 512, 512, 1, 1, 0, True, False, "none", 4, 8)
     assert (single.weights, single.optimizer) == (unit.parameters * 4, unit.parameters * 8)
 
 
 def test_head_holds_logits_and_tied_head_no_weight():
-    head = memory.unit_memory(model(), "head", 512, 512, 1, 1, 1, True, False, "none", 2)
-    assert head.working == 512 * 32000 * 6
-    tied = memory.unit_memory(model(), "tied_head", 512, 512, 1, 1, 1, True, False, "none", 2)
+    head = memory.unit_memory(model(), "head", 512, 512, 1, 1, 1, True, False, "none", 2, 8)
+    assert head.working == 512 * 32000 * 8
+    fused = memory.unit_memory(model(), "head", 512, 512, 1, 1, 1, True, False, "none", 2, memory.FUSED_LOGIT_BYTES)
+    assert fused.working == head.working / 2
+    tied = memory.unit_memory(model(), "tied_head", 512, 512, 1, 1, 1, True, False, "none", 2, 8)
     assert tied.weights == 2 * 2 * 1024  # the final norm alone
     assert tied.working == head.working
 
@@ -69,7 +70,9 @@ def test_more_tensor_parallel_never_needs_more_memory():
         ("none", "selective", "full"), (True, False), (16, 4, 1)
     ):
         parts = [
-            memory.unit_memory(model(kv_heads=kv_heads), "layer", 512, 512, tp, 1, 1, sequence_parallel, False, mode, 2)
+            memory.unit_memory(
+                model(kv_heads=kv_heads), "layer", 512, 512, tp, 1, 1, sequence_parallel, False, mode, 2, 8
+            )
             for tp in (1, 2, 4, 8)
         ]
         for wide, narrow in itertools.pairwise(parts):
@@ -83,8 +86,3 @@ def test_repeated_key_value_heads_are_counted():
     divided, replicated = few.unit_parameters("layer")
     per_device = memory.unit_parameters(few, "layer", 8)
     assert per_device == (divided + 6 * 64 * 2 * 1024) // 8 + replicated
-
-
-@pytest.mark.parametrize(("reserve", "share", "expected"), [(0, 0.0, 1000), (100, 0.1, 800), (5000, 0.0, 0)])
-def test_usable_bytes(reserve, share, expected):
-    assert memory.usable_bytes(1000, reserve, share) == expected

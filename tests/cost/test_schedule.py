@@ -79,15 +79,15 @@ def test_slots_hold_every_operation_without_overlap():
 
 def test_recurrence_equals_event_simulation_on_random_pipelines():
     rng = np.random.default_rng(0)
-    for _ in range(1500):
-        case = random_case(rng)
+    for _ in range(10_000):
+        case = random_case(rng, most_stages=5)
         np.testing.assert_allclose(schedule.stage_ends_s(*case), event_simulation_s(*case), rtol=1e-12)
 
 
 def test_bounds_enclose_the_exact_makespan():
     rng = np.random.default_rng(1)
-    for _ in range(10_000):
-        case = random_case(rng, most_stages=8)
+    for _ in range(100_000):
+        case = random_case(rng, most_stages=4)
         exact = schedule.stage_ends_s(*case)[0]
         assert schedule.lower_bound_s(*case) <= exact * (1 + 1e-12)
         assert schedule.upper_bound_s(*case) >= exact * (1 - 1e-12)

@@ -202,8 +202,7 @@ def test_families_differ_in_what_they_leave_out(write):
 
 def test_the_training_length_is_the_problems(write):
     model = model_from_file({"path": write(LLAMA3)})
-    settings = {"precision": "fp16", "optimizer": "adam", "fused_attention": False, "global_batch_size": 8}
-    problem = problem_from_config(model, preset("cluster", "a100x8"), {**settings, "seq_len": 512})
+    problem = problem_from_config(model, preset("cluster", "a100x8"), {**preset("problem", "default"), "seq_len": 512})
     assert (problem.seq_len, problem.model.max_positions) == (512, 8192)
 
 
@@ -314,6 +313,7 @@ def test_hosts_with_equal_slots_are_one_group(write):
     assert cluster.name == "myhosts"
     assert (group.device, group.num_nodes, group.devices_per_node) == (expected.device, 2, 8)
     assert (group.intra_node, group.inter_node) == (expected.intra_node, expected.inter_node)
+    assert group.nics_per_node == expected.nics_per_node == 8
 
 
 def test_hosts_with_other_slots_are_other_groups(write):
@@ -325,6 +325,10 @@ def test_hosts_with_other_slots_are_other_groups(write):
         ("v100_32_x4", 1, 4),
     ]
     assert all(group["inter_node"] == inter for group in read["groups"])
+    assert all("nics_per_node" not in group for group in read["groups"])  # a network that is given is one adapter
+    links = {"intra_node": inter}
+    read = cluster_from_file({"path": path, "format": "hostfile", "device": "v100_32", **links})
+    assert all(group["nics_per_node"] == 4 for group in read["groups"])
 
 
 @pytest.mark.parametrize(
@@ -391,6 +395,7 @@ def test_a_metis_cluster_takes_links_and_memory_from_the_file_and_peaks_from_the
     assert a100.device.peak("bf16") == 312e12
     assert p100.device.memory_bytes == 15 * 2**30
     assert (v100.inter_node.bandwidth_bytes_per_s, v100.intra_node.bandwidth_bytes_per_s) == (10e9, 50e9)
+    assert v100.nics_per_node == 1  # the file's network, not the usual one
     assert (t4.inter_node.bandwidth_bytes_per_s, t4.intra_node.bandwidth_bytes_per_s) == (0.3125e9, 5.3125e9)
 
 
@@ -487,7 +492,11 @@ def test_the_link_of_a_node_follows_from_the_topology(write, matrix, device, gb_
     (group,) = cluster_from_file(config)["groups"]
     assert (group["num_nodes"], group["devices_per_node"]) == (2, len(matrix))
     assert group["intra_node"]["bandwidth_gb_per_s"] == gb_per_s
-    assert group["inter_node"] == preset("device", device)["node"]["inter_node"]
+    usual = preset("device", device)["node"]
+    assert group["inter_node"] == usual["inter_node"]
+    assert group.get("nics_per_node", 1) == usual.get("nics_per_node", 1)
+    (given,) = cluster_from_file({**config, "inter_node": usual["inter_node"]})["groups"]
+    assert "nics_per_node" not in given
 
 
 def test_one_gpu_and_an_old_driver_are_a_node_too(write):

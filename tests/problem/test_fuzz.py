@@ -1,9 +1,10 @@
 """Whatever a file holds, its reader gives a valid result or one clear line: no traceback, no hang.
 
-HAAP_RL_FUZZ=N mutated files per reader (default 60); 1e5 over the six readers: HAAP_RL_FUZZ=17000.
+HAAP_RL_FUZZ=N mutated files per reader (default 60); 1e5 over the six readers of problem files: HAAP_RL_FUZZ=17000.
 """
 
 import copy
+import dataclasses
 import json
 import os
 import signal
@@ -13,10 +14,18 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from haap_rl.cost.profile_files import load_profile, profile_from_json, profile_to_json
 from haap_rl.problem.cluster import cluster_from_config
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.model import model_from_config
 from haap_rl.problem.presets import cluster_from_file, load_problem, model_from_file, preset
+from tests.cost.test_profile_files import (
+    aceso_table,
+    collectives_table,
+    metis_profile,
+    sailor_table,
+    whole_profile,
+)
 from tests.problem.test_formats import GEMMA3, GPT2, LLAMA3, METIS, OPT, QWEN3, all_pairs, topo_table
 from tests.problem.test_schemas import written_plan
 
@@ -35,7 +44,11 @@ SEEDS = {
     "metis": [json.dumps(METIS, indent=1).encode()],
     "topo": [topo_table(all_pairs(4, "NV4"), ("NIC0", "NIC1")).encode(), topo_table(all_pairs(2, "SYS")).encode()],
     "plan": [json.dumps(written_plan(), indent=1).encode()],
+    "profile": [json.dumps(profile_to_json(whole_profile()), indent=1).encode()],
+    "table": [aceso_table().encode(), collectives_table().encode(), sailor_table().encode()],
+    "DeviceType.A100_tp2_bs1.json": [json.dumps(metis_profile(), indent=1).encode()],
 }
+JSON_SEEDS = ("huggingface", "metis", "plan", "profile", "DeviceType.A100_tp2_bs1.json")
 # what tends to break parsers, whatever the format
 PIECES = [
     *(b"NaN", b"Infinity", b"-1", b"0", b"1e999", b"1e15", b"0.5", b"7" * 30, b"7" * 400),
@@ -83,7 +96,7 @@ def rewritten(draw, seed, dump):
 def files_for(kind):
     """Files for the reader of `kind`: bytes mutated, and where there is a syntax to keep, values too."""
     broken = mutated(SEEDS[kind])
-    if kind not in ("huggingface", "yaml", "metis", "plan"):
+    if kind not in ("yaml", *JSON_SEEDS):
         return broken
     dump = yaml.safe_dump if kind == "yaml" else json.dumps
     return st.one_of(broken, *(rewritten(seed, dump) for seed in SEEDS[kind]))
@@ -130,7 +143,11 @@ def _with_token(data, start, piece):
 
 def read(kind, folder, path):
     """What the reader makes of `path`, checked by the types that use it."""
-    if kind == "plan":
+    if kind in ("profile", "table") or kind.startswith("DeviceType"):
+        profile = load_profile(path)
+        again = profile_from_json(json.loads(json.dumps(profile_to_json(profile), allow_nan=False)))
+        assert dataclasses.replace(again, file=profile.file) == profile
+    elif kind == "plan":
         PROBLEM.validate(PROBLEM.load_plan(path))
     elif kind == "huggingface":
         assert model_from_config(model_from_file({"path": path})).num_parameters > 0

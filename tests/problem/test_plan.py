@@ -27,7 +27,7 @@ def test_a_legal_plan_passes():
         (plan(stage(6, "fast"), m=0), ["num_microbatches=0"]),
         (plan(stage(6, "fast", size=2)), ["2 samples", "which has 1"]),
         (plan(stage(6, "gpu")), ["stage 0", "'gpu'", "fast, slow"]),
-        (plan(stage(6, "fast", tp=8)), ["tp=8", "4 devices in a node"]),
+        (plan(stage(6, "fast", tp=8)), ["use 8 devices of group 'fast'", "has 4", "lower tp or dp"]),
         (plan(stage(6, "fast", tp=3)), ["tp=3", "heads=16"]),
         (plan(stage(3, "fast", dp=4, size=1), stage(3, "fast", dp=4, size=1), m=2), ["8 devices", "has 4"]),
         (plan(stage(6, "fast", tp=0)), ["tp=0", "at least 1"]),
@@ -36,8 +36,24 @@ def test_a_legal_plan_passes():
         (plan(stage(6, "fast", mode="half", recomputed=1)), ["'half'", "selective"]),
         (plan(Stage(6, ())), ["no replicas"]),
         (plan(stage(0, "fast"), stage(6, "slow")), ["num_units=0"]),
-        (plan(stage(6, "fast"), zero_stage=3), ["zero_stage=3"]),
-        (plan(stage(6, "fast"), virtual_stages=2), ["virtual_stages=2"]),
+        (plan(stage(6, "fast"), zero_stage=4), ["zero_stage=4", "0, 1, 2 or 3"]),
+        (plan(stage(6, "fast"), zero_stage=-1), ["zero_stage=-1", "0, 1, 2 or 3"]),
+        (plan(stage(6, "fast"), zero_stage=True), ["zero_stage=True"]),
+        (plan(stage(6, "fast"), virtual_stages=2), ["virtual_stages=2 with 1 stages", "or use 1"]),
+        (plan(stage(3, "fast"), stage(3, "slow"), virtual_stages=0), ["virtual_stages=0"]),
+        (plan(stage(3, "fast"), stage(3, "slow"), virtual_stages=True), ["virtual_stages=True"]),
+        (
+            plan(stage(3, "fast", size=8), stage(3, "slow", size=8), m=1, virtual_stages=2),
+            ["num_microbatches=1", "no multiple of the 2 stages", "virtual_stages to 1"],
+        ),
+        (
+            plan(stage(2, "fast"), stage(4, "slow"), virtual_stages=2),
+            ["stage 0 holds 1 layers", "virtual_stages=2 does not divide"],
+        ),
+        (
+            plan(stage(3, "fast", mode="full", recomputed=1), stage(3, "slow"), virtual_stages=2),
+            ["stage 0", "1 of its 2 layers", "virtual_stages=2"],
+        ),
     ],
 )
 def test_an_illegal_plan_is_refused_with_field_value_and_rule(bad, words):
@@ -45,6 +61,25 @@ def test_an_illegal_plan_is_refused_with_field_value_and_rule(bad, words):
         problem().validate(bad)
     assert all(word in str(error.value) for word in words), str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_every_zero_stage_is_legal(zero_stage):
+    problem().validate(dataclasses.replace(GOOD, zero_stage=zero_stage))
+
+
+def test_interleaved_stages_are_legal():
+    problem().validate(plan(stage(3, "fast"), stage(3, "slow"), virtual_stages=2))
+    with_recompute = plan(stage(3, "fast", mode="full", recomputed=2), stage(3, "slow"), virtual_stages=2)
+    problem().validate(with_recompute)
+
+
+def test_tensor_parallelism_may_straddle_nodes():
+    target = problem((group("fast", nodes=2, per_node=4),))
+    wide = plan(stage(6, "fast", tp=8))
+    target.validate(wide)
+    ((where,),) = place(target.cluster, wide)
+    assert (where.num_nodes, where.tp_nodes) == (2, 2)
 
 
 def test_stages_on_mixed_device_types_are_legal():
@@ -71,10 +106,13 @@ def test_placement_says_which_replicas_straddle_nodes():
     assert (second.first_device, second.num_nodes, second.tp_nodes) == (2, 2, 2)
 
 
-def test_plan_file_round_trip(tmp_path):
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_plan_file_round_trip(tmp_path, zero_stage, virtual_stages):
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(problem().plan_to_json(GOOD)))
-    assert problem().load_plan(path) == GOOD
+    written = dataclasses.replace(GOOD, zero_stage=zero_stage, virtual_stages=virtual_stages)
+    path.write_text(json.dumps(problem().plan_to_json(written)))
+    assert problem().load_plan(path) == written
 
 
 def test_plan_file_names_units_and_schema():
@@ -112,6 +150,8 @@ def change(data, path, value):
         (("stages", 0, "recompute"), [], ["must be a JSON object"]),
         (("num_microbatchez",), 3, ["'num_microbatchez'", "did you mean 'num_microbatches'"]),
         (("sequence_parallel",), "yes", ["sequence_parallel"]),
+        (("zero_stage",), True, ["zero_stage=True"]),
+        (("virtual_stages",), 0, ["virtual_stages=0"]),
     ],
 )
 def test_a_bad_plan_file_is_refused_with_key_value_and_rule(path, value, words, tmp_path):

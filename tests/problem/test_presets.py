@@ -55,6 +55,7 @@ def test_every_number_of_a_preset_has_a_source(group):
             sources |= {"links"} if "nvlink" in sources else set()
         if group in ("device", "cluster"):
             sources |= {"bandwidth_gb_per_s"} if {"intra_node", "inter_node"} <= sources else set()
+            sources |= {"nics_per_node"} if "inter_node" in sources else set()  # "8 x 200 Gb/s InfiniBand"
         assert set(numbers(config)) <= sources, (group, name, set(numbers(config)) - sources)
 
 
@@ -110,6 +111,8 @@ def test_bad_sizes_are_refused(value):
         (("groups", 0, "device"), "a100_39", ["a100_39", "a100_40"]),
         (("groups", 0, "nodes"), 3, ["'nodes'", "num_nodes"]),
         (("groups", 1, "name"), "a100", ["twice"]),
+        (("groups", 0, "nics_per_node"), 0, ["nics_per_node=0"]),
+        (("groups", 0, "nics_per_node"), 2.5, ["nics_per_node=2.5"]),
         (("links",), [{"between": ["a100", "b"], "latency_us": 1, "bandwidth_gb_per_s": 1}], ["'b'"]),
         (("links",), [{"between": ["a100", "a100"], "latency_us": 1, "bandwidth_gb_per_s": 1}], ["itself"]),
         (("links",), [{"between": ["a100"], "latency_us": 1, "bandwidth_gb_per_s": 1}], ["two device groups"]),
@@ -133,6 +136,7 @@ def test_a_bad_cluster_is_refused(path, value, words):
         ({"optimizer": "sgd"}, ["sgd", "adam"]),
         ({"sequence": 3}, ["'sequence'"]),
         ({"fused_attention": "maybe"}, ["fused_attention"]),
+        ({"framework": "horovod"}, ["framework='horovod'", "megatron, deepspeed, huggingface, fsdp"]),
     ],
 )
 def test_bad_problem_settings_are_refused(settings, words):

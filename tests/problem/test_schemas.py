@@ -44,6 +44,8 @@ def test_every_device_is_valid_inside_a_cluster():
 
 def test_a_written_plan_is_valid():
     validator("plan").validate(written_plan())
+    for zero_stage in range(4):
+        validator("plan").validate({**written_plan(), "zero_stage": zero_stage, "virtual_stages": 4})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,11 @@ def test_a_written_plan_is_valid():
         ("plan", ("stages",), []),
         ("plan", ("stages", 0, "recompute", "mode"), "some"),
         ("plan", ("stages", 0, "replicas", 0, "tp"), 0),
-        ("plan", ("zero_stage",), 3),
+        ("plan", ("zero_stage",), 4),
+        ("plan", ("zero_stage",), -1),
+        ("plan", ("virtual_stages",), 0),
+        ("plan", ("virtual_stages",), 1.5),
+        ("cluster", ("groups", 0, "nics_per_node"), 0),
         ("plan", ("comment",), "x"),
     ],
 )

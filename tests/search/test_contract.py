@@ -20,7 +20,7 @@ from haap_rl.search.base import Budget, BudgetExhausted, Objective, load_searche
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
 from tests import documented_searcher
-from tests.builders import group, problem
+from tests.builders import group, problem, room
 from tests.space.enumerate_plans import every_plan
 
 INSTALLED = {path.stem: path for path in documented_searcher.own_searchers_yaml()}
@@ -29,10 +29,10 @@ SPEC = SpaceSpec(num_microbatches=(2, 4), max_stages=3, max_tp=2, group_sizes=(1
 BUDGET = Budget(evaluations=200)
 
 
-def small(memory_gb=4.0):
+def small(usable_gb=2.4):
     groups = (
-        group("fast", per_node=2, memory_gb=memory_gb),
-        group("slow", per_node=2, memory_gb=0.75 * memory_gb, tflops=40.0),
+        group("fast", per_node=2, memory_gb=room(usable_gb)),
+        group("slow", per_node=2, memory_gb=room(0.6 * usable_gb), tflops=40.0),
     )
     return problem(groups, {"num_layers": 4}, global_batch_size=8, seq_len=1024)
 
@@ -151,7 +151,7 @@ def test_artifacts_are_plain_files_and_no_part_of_equality(run):
 
 @pytest.mark.parametrize("name", SEARCHERS)
 def test_an_impossible_problem_gets_a_reason(name):
-    result = run_search(searcher(name), small(1.5), BUDGET, seed=0, space=SPEC)
+    result = run_search(searcher(name), small(0.05), BUDGET, seed=0, space=SPEC)
     assert result.plan is None
     assert result.estimate is None
     assert result.stopped_by == "infeasible"
@@ -244,7 +244,7 @@ def test_what_a_searcher_logs_and_makes_is_handed_on_however_it_ends():
             run(spends, name)
     started = []
     run_search(Proposes(spends), small(), BUDGET, space=SPEC, on_start=lambda: started.append(1))
-    run_search(Proposes(spends), small(1.5), BUDGET, space=SPEC, on_start=lambda: started.append(2))
+    run_search(Proposes(spends), small(0.05), BUDGET, space=SPEC, on_start=lambda: started.append(2))
     assert started == [1]
 
 

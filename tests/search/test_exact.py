@@ -15,23 +15,24 @@ from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
-from tests.builders import group, problem
+from tests.builders import group, problem, room
 from tests.space.enumerate_plans import every_plan
 
 
 def random_problem(rng):
-    """A small problem of one or two device types, at most 8 devices and 12 layers, and a space to enumerate."""
+    """A small problem of one or two device types and at most 12 layers, and a space small enough to enumerate."""
     names = ("fast", "slow")[: int(rng.integers(1, 3))]
     groups = tuple(
         group(
             name,
             nodes=int(rng.integers(1, 4)),
-            per_node=int(rng.choice([1, 2, 3])),
-            memory_gb=float(rng.uniform(2.0, 8.0)),
+            per_node=int(rng.choice([1, 2, 3, 6])),
+            memory_gb=room(float(rng.uniform(0.4, 6.0))),
             tflops=float(rng.uniform(10, 100)),
             intra_gb=float(rng.choice([1, 20, 100])),
             inter_gb=float(rng.choice([0.2, 2, 20, 200])),
             latencies_us=((20, 50), (20, 20), (1000, 5))[int(rng.integers(3))],
+            nics=int(rng.choice([1, 2, 4])),
         )
         for name in names
     )
@@ -40,12 +41,13 @@ def random_problem(rng):
         "tied_embeddings": bool(rng.integers(2)),
         "dropout": bool(rng.integers(2)),
     }
-    target = problem(groups, changes, global_batch_size=8, seq_len=512)
-    sizes = [(1,), (2,), (3,), (1, 2), (2, 3), (2, 4)][int(rng.integers(6))]
+    framework = ("megatron", "deepspeed")[int(rng.integers(2))]
+    target = problem(groups, changes, global_batch_size=8, seq_len=512, framework=framework)
+    sizes = [(1,), (2,), (3,), (4,), (1, 2), (2, 3), (2, 4)][int(rng.integers(7))]
     spec = SpaceSpec(
         num_microbatches=((2,), (4,), (2, 8), (8,))[int(rng.integers(4))],
         max_stages=int(rng.integers(1, 4)),
-        max_tp=int(rng.integers(1, 3)),
+        max_tp=int(rng.choice([1, 2, 4])),
         group_sizes=sizes,
         recompute=("none", "full")[: int(rng.integers(1, 3))],
     )

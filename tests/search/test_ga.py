@@ -15,7 +15,7 @@ def test_children_fit_and_use_no_more_devices_than_there_are():
     space = Space(load_problem(), SpaceSpec(), Estimator(load_problem()))
     rng = np.random.default_rng(0)
     children = 0
-    for _ in range(100):
+    for _ in range(150):
         mother, father = space.draw(rng), space.draw(rng)
         child = cross(space, mother, father, rng)
         if child is None:

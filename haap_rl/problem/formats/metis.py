@@ -4,7 +4,8 @@ Format: README.md, utils.py and the sample files of SamsungLabs/Metis (Um et al.
 gives instance_type, inter_bandwidth, intra_bandwidth and memory (GiB of a device) per address; the hostfile gives the
 devices of each node, `address slots=N` or `address N`, and may repeat an address for several equal nodes. Bandwidths
 appear in two units: bytes/s (the README's 312500000.0) and about GB/s (the sample's 10: its cost model takes 2^20
-bytes per millisecond). What the file does not say, peaks and latencies, comes from the device registry.
+bytes per millisecond). What the file does not say, peaks and latencies, comes from the device registry; its bandwidth
+between nodes is taken for one adapter's.
 """
 
 from __future__ import annotations

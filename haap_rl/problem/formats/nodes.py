@@ -32,8 +32,11 @@ def usual_node(where: str, device: Mapping[str, Any]) -> Mapping[str, Any]:
             "cluster.intra_node and cluster.inter_node, or write the cluster as YAML"
         )
     place = f"device {shown(name)}: node"
-    check_keys(place, node, ("devices_per_node", "intra_node", "inter_node"), ("nvlink", "pcie_gb_per_s"))
+    check_keys(
+        place, node, ("devices_per_node", "intra_node", "inter_node"), ("nics_per_node", "nvlink", "pcie_gb_per_s")
+    )
     positive_int(place, "devices_per_node", node["devices_per_node"])
+    positive_int(place, "nics_per_node", node.get("nics_per_node", 1))
     for key in ("intra_node", "inter_node"):
         link_from_config(f"{place}.{key}", node[key])
     if "pcie_gb_per_s" in node:
@@ -45,13 +48,18 @@ def usual_node(where: str, device: Mapping[str, Any]) -> Mapping[str, Any]:
     return node
 
 
-def links(where: str, device: Mapping[str, Any], intra: object, inter: object) -> dict[str, dict[str, Any]]:
-    """intra_node and inter_node of a group of `device`: those given on the command line, else the usual ones."""
-    chosen: dict[str, dict[str, Any]] = {}
+def links(where: str, device: Mapping[str, Any], intra: object, inter: object) -> dict[str, Any]:
+    """intra_node and inter_node of a group of `device`: those given on the command line, else the usual ones.
+
+    nics_per_node comes with the usual network; a network that is given is one adapter.
+    """
+    chosen: dict[str, Any] = {}
     for key, given in (("intra_node", intra), ("inter_node", inter)):
         link: Any = usual_node(where, device)[key] if given is None else given
         link_from_config(f"{where}: cluster.{key}", link)
         chosen[key] = dict(link)
+    if inter is None and "nics_per_node" in (node := usual_node(where, device)):
+        chosen["nics_per_node"] = node["nics_per_node"]
     return chosen
 
 
