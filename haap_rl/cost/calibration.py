@@ -138,9 +138,9 @@ class Calibration:
         for (name, least), most in zip(tiers, borders, strict=True):
             if link.bandwidth_bytes_per_s >= least:
                 tier = _named(self.tiers, name)
-                share = tier.efficiency * (1.0 - tier.contention) ** math.log2(rings)
+                efficiency = tier.efficiency * (1.0 - tier.contention) ** math.log2(rings)
                 latency_s = min(latency_s, link.latency_s * tier.latency_scale)
-                bytes_per_s = max(bytes_per_s, min(link.bandwidth_bytes_per_s, most) * share)
+                bytes_per_s = max(bytes_per_s, min(link.bandwidth_bytes_per_s, most) * efficiency)
         return latency_s, bytes_per_s
 
     def small_message_s(self, link: Link) -> float:
@@ -266,16 +266,14 @@ def load(path: Path) -> Calibration:
 
 def _constant(where: str, name: str, value: object) -> float:
     """A constant within what it can be: shares up to 1, what is divided by above 0."""
-    if name.endswith(("efficiency", "bandwidth_share", "unaligned_share")):
-        positive_float(where, f"constants.{name}", value)
-        return share(where, f"constants.{name}", value)
-    if name.endswith(("hidden", "blocking", "fragmentation")):
-        return share(where, f"constants.{name}", value)
+    key = f"constants.{name}"
     if name.endswith("contention") and value == 1:
-        raise InputError(f"{where}: constants.{name}=1 leaves no bandwidth; give less than 1")
-    if name.endswith("contention"):
-        return share(where, f"constants.{name}", value)
-    return 0.0 if value == 0 and not isinstance(value, bool) else positive_float(where, f"constants.{name}", value)
+        raise InputError(f"{where}: {key}=1 leaves no bandwidth; give less than 1")
+    if name.endswith(("efficiency", "bandwidth_share", "unaligned_share")):
+        positive_float(where, key, value)
+    elif not name.endswith(("hidden", "blocking", "fragmentation", "contention")):
+        return 0.0 if value == 0 and not isinstance(value, bool) else positive_float(where, key, value)
+    return share(where, key, value)
 
 
 def _half_width(where: str, name: str, value: object) -> float:

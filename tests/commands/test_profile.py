@@ -307,15 +307,20 @@ def test_ctrl_c_leaves_the_cells_so_far(here):
     assert [path.name for path in here.iterdir()] == ["p.json"]
 
 
-def test_two_processes_measure_collectives_with_gloo(here):
-    arguments = ["tp=1", "microbatch=1", "warmup=1", "repeats=3", "ranks=[2]", "sizes_mib=[0.01,0.5]"]
-    done = subprocess.run(
+def run_alone(arguments):
+    """The command in a process of its own, one thread, as collectives need it."""
+    return subprocess.run(
         [sys.executable, "-m", "haap_rl.profile", "out=p.json", *COMMAND, *arguments],
         capture_output=True,
         text=True,
         timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def test_two_processes_measure_collectives_with_gloo(here):
+    arguments = ["tp=1", "microbatch=1", "warmup=1", "repeats=3", "ranks=[2]", "sizes_mib=[0.01,0.5]"]
+    done = run_alone(arguments)
     assert done.returncode == 0, done.stderr
     found = {(cell.operation, cell.ranks): cell for cell in load_profile("p.json").collectives}
     assert ("all_reduce", 2) in found
@@ -328,13 +333,7 @@ def test_two_processes_measure_collectives_with_gloo(here):
 
 def test_collectives_that_do_not_fit_are_left_out_and_named(here):
     arguments = ["tp=1", "microbatch=1", "warmup=1", "repeats=1", "ranks=[2]", "sizes_mib=[0.01,100000000]"]
-    done = subprocess.run(
-        [sys.executable, "-m", "haap_rl.profile", "out=p.json", *COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_alone(arguments)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "collectives among 2: sizes_mib=[100000000.0] do not fit in memory" in done.stderr
