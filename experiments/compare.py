@@ -27,13 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from haap_rl import configs
-from haap_rl.cost.estimate import Estimate
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import load_problem, names, preset
 from haap_rl.report.tables import share
-from haap_rl.search.base import Budget, Objective, Searcher, load_searcher, run_search
+from haap_rl.search.base import Budget, Objective, Prices, Searcher, load_searcher, run_search
 from haap_rl.tracking.record import to_json_text, write_files
 
 Floats = npt.NDArray[np.float64]
@@ -83,9 +82,13 @@ def make(name: str) -> Searcher:
 def run_once(name: str, problem: Problem, evaluations: int, seed: int, cached: bool) -> dict[str, Any]:
     """Figures of one run: what was found, what it took, and the mean iteration time visited per quarter."""
     visited: list[float] = []
+    last: Prices | None = None
 
-    def visit(_: Objective, estimate: Estimate) -> None:
-        visited.append(estimate.iteration_s)
+    def visit(objective: Objective) -> None:
+        nonlocal last
+        if objective.last is not last:  # else there is only time to report
+            last = objective.last
+            visited.extend(last.iteration_s.tolist())
 
     result = run_search(make(name), problem, Budget(evaluations), seed, on_progress=visit, cached=cached)
     if result.stopped_by == "infeasible":

@@ -25,7 +25,6 @@ def train(config: dict[str, Any], directory: Path) -> int:
     """
     from rich.console import Console
 
-    from haap_rl.cost.estimate import Estimate
     from haap_rl.cost.profile_files import profile_from_config
     from haap_rl.problem.presets import problem_from_config, resolved
     from haap_rl.report.progress import SearchProgress
@@ -52,9 +51,9 @@ def train(config: dict[str, Any], directory: Path) -> int:
     with tracker:
         with SearchProgress(console, config["search"]["name"], budget.evaluations) as progress:
 
-            def on_progress(objective: Objective, estimate: Estimate) -> None:
-                progress(objective, estimate)
-                tracker.progress(objective, estimate)
+            def on_progress(objective: Objective) -> None:
+                progress(objective)
+                tracker.progress(objective)
 
             result = run_search(
                 searcher, problem, budget, seed, spec, on_progress, cached, tracker.log, tracker.start, profile

@@ -163,7 +163,7 @@ class Estimate:
             transfers = 2.0 * m * len(self.chunk_forward_s) * sum(self.delays_s)
             return max(map(sum, zip(loads, tails, strict=True))), sum(loads) + transfers + max(tails)
         times = (self.chunk_forward_s[0], self.chunk_backward_s[0], self.delays_s, self.delays_s, m)
-        return schedule.lower_bound_s(*times) + tails[0], schedule.upper_bound_s(*times) + max(tails)
+        return schedule.lower_bound_s(*times, tails), schedule.upper_bound_s(*times) + max(tails)
 
     def timeline(self) -> list[schedule.Slot]:
         """Every forward and backward of the iteration, for drawing."""

@@ -42,6 +42,17 @@ ALL_REDUCES: dict[Unit, tuple[int, int]] = {"layer": (2, 2), "embedding": (1, 0)
 
 
 # ------------------------------------------------------------------------------------------------ keys
+FIRST, LAST = 1, 2  # position of a stage in its pipeline, as bits; both for a pipeline of one stage
+POSITIONS = 4
+
+
+class Kind(NamedTuple):
+    """How a stage is run: its replica groups, as (group, tp, dp), and what it recomputes of all its layers."""
+
+    parts: tuple[tuple[int, int, int], ...]
+    recompute: str
+
+
 class OperatorKey(NamedTuple):
     """All that an operator's latency depends on, within one problem. `group` is an index into the cluster's groups."""
 
@@ -494,7 +505,7 @@ class Estimator:
             if forward_s + backward_s > slowest_forward + slowest_backward:
                 recompute_s, tensor_parallel_s = backward_s - plain_backward_s, tp_s
             slowest_forward, slowest_backward = max(slowest_forward, forward_s), max(slowest_backward, backward_s)
-        network = self._data_parallel_network(key)
+        network = self.data_parallel_network(key)
         parameters = [
             sum(memory.unit_parameters(self.problem.model, unit, replica.tp) for unit in units)
             for replica in key.replicas
@@ -507,7 +518,7 @@ class Estimator:
             first_chunk = self.stage_cost(_chunk(key, 0))
             last_backward_s = first_chunk.backward_s
             num_operators += first_chunk.num_operators
-        sync_s = self._gradient_sync_s(key, max(parameters), network, last_backward_s)
+        sync_s = self.gradient_sync_s(key, max(parameters), network, last_backward_s)
         return StageCost(
             slowest_forward + sharding_forward_s + self.framework.host_microbatch_s,
             slowest_backward + sharding_backward_s,
@@ -520,7 +531,7 @@ class Estimator:
             frozenset(seen),
         )
 
-    def _data_parallel_network(self, key: StageKey) -> Network:
+    def data_parallel_network(self, key: StageKey) -> Network:
         """The ring of a stage's replicas.
 
         Replica groups of different kinds form one ring: the slowest link, and the rings and adapters of the group with
@@ -569,7 +580,7 @@ class Estimator:
         forward_s = comm.exposed_s(gather_s, forward_s, hidden)
         return forward_s, comm.exposed_s(gather_s + scatter_s, backward_s, hidden)
 
-    def _gradient_sync_s(self, key: StageKey, parameters: int, network: Network, last_backward_s: float) -> float:
+    def gradient_sync_s(self, key: StageKey, parameters: int, network: Network, last_backward_s: float) -> float:
         """Exposed seconds of the stage's gradient synchronisation per iteration.
 
         All-reduce with ZeRO-0; reduce-scatter of the gradients and all-gather of the new weights with ZeRO-1; only

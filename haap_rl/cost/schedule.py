@@ -11,6 +11,7 @@ in flight on stage i.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,22 +77,40 @@ def stage_ends_s(
     return free
 
 
-def lower_bound_s(forward: Times, backward: Times, send_forward: Times, send_backward: Times, m: int) -> float:
-    """Path bound on the makespan in seconds, O(p): never above the exact one.
+def lower_bound_s(
+    forward: Times, backward: Times, send_forward: Times, send_backward: Times, m: int, tails: Times | None = None
+) -> float:
+    """Path bound in seconds, O(p): never above the end of the iteration, max over i of (end of stage i + tails[i]).
 
-    S = one micro-batch alone, down and up. Two paths through the event graph for every stage i:
-      round trip through the stages before i, then all of stage i's work:  pre_i + m (f_i + b_i)
-      the path leaves stage i once:  S + (m-1) max(f_i, b_i) + (m-1-w_i) min(f_i, b_i)
+    S = one micro-batch alone, down and up; up_j = the way up from stage j to the first, which a path that ends with
+    the tail of stage j does not take. Paths through the event graph for every stage i, j = 0..i:
+      round trip through the stages before i, all of stage i's work, up to j:  pre_i + m (f_i + b_i) - up_j + tail_j
+      the path leaves stage i once:  S + (m-1) max(f_i, b_i) + (m-1-w_i) min(f_i, b_i) - up_j + tail_j
+      the same, where the last micro-batch goes from i to the end and back instead of waiting, trip_i long:
+        S + (m-2-w_i) (f_i + b_i) + trip_i - up_j + tail_j   if m >= w_i + 2
+    and, for j behind i, one that stays at stage i in the forward direction:
+      S + (m-1-w_i) (f_i + b_i) + w_i f_i - up_j + tail_j
+    `tails` None: the makespan.
     """
     p = len(forward)
     lone = sum(forward) + sum(backward) + sum(send_forward) + sum(send_backward)
-    best, before = lone, 0.0
+    best, before, up = lone + (0.0 if tails is None else tails[0]), 0.0, 0.0
+    tail, waits, trip = -math.inf, -math.inf, lone  # best of tail_j - up_j; longest stay forward; from i to the end
     for i in range(p):
         long, short = max(forward[i], backward[i]), min(forward[i], backward[i])
         ahead = min(p - 1 - i, m - 1)
-        best = max(best, before + m * (long + short), lone + (m - 1) * long + (m - 1 - ahead) * short)
+        own_tail = (0.0 if tails is None else tails[i]) - up
+        best = max(best, lone + waits + own_tail)
+        waits = max(waits, (m - 1 - ahead) * (long + short) + ahead * forward[i])
+        tail = max(tail, own_tail)
+        stays = (m - 1) * long + (m - 1 - ahead) * short
+        if m >= p - i + 1:
+            stays = max(stays, (m - 1 - p + i) * (long + short) + trip)
+        best = max(best, before + m * (long + short) + tail, lone + stays + tail)
         if i < p - 1:
             before += forward[i] + backward[i] + send_forward[i] + send_backward[i]
+            up += backward[i] + send_backward[i]
+            trip -= forward[i] + backward[i] + send_forward[i] + send_backward[i]
     return best
 
 

@@ -66,6 +66,13 @@ def share(where: str, key: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def yes_or_no(where: str, key: str, value: object) -> bool:
+    """`value` as a bool. Raises InputError naming `where` and `key`."""
+    if not isinstance(value, bool):
+        raise InputError(f"{where}: {key}={shown(value)} must be true or false")
+    return value
+
+
 def check_keys(where: str, given: Iterable[str], required: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Raise InputError for the first key that is missing, or that nobody reads (naming the nearest known one)."""
     import difflib

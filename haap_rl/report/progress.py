@@ -1,13 +1,13 @@
-"""Progress of a search: a bar on a terminal; elsewhere a plain line at the first plan and every tenth of the budget."""
+"""Progress of a search: a bar on a terminal; elsewhere a plain line at first and after every tenth of the budget."""
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from haap_rl.cost.estimate import Estimate
 from haap_rl.search.base import Objective
 
 
@@ -19,7 +19,7 @@ class SearchProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._shown_s = 0.0
-        self._every = max(1, (evaluations or 10_000) // 10)
+        self._tenths = -1  # of the budget, that the last line told of
 
     def __enter__(self) -> SearchProgress:
         if self._console.is_terminal:
@@ -35,20 +35,21 @@ class SearchProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, objective: Objective, estimate: Estimate) -> None:
+    def __call__(self, objective: Objective) -> None:
         if self._bar is not None:
             if objective.seconds - self._shown_s > 0.1:
                 self._shown_s = objective.seconds
                 self._bar.update(self._task, completed=objective.evaluations, state=self._state(objective))
-        elif objective.evaluations == 1 or objective.evaluations % self._every == 0:
+        elif (tenths := int(10 * objective.used + 1e-9)) > self._tenths:  # a batch may jump over several
+            self._tenths = tenths
             self._console.print(f"{self._name}: {self._state(objective)}", highlight=False)
 
     def _state(self, objective: Objective) -> str:
         total = f" of {self._total:,}" if self._total else ""
         speed = objective.evaluations / max(objective.seconds, 1e-9)
         state = f"{objective.evaluations:,}{total} plans, {speed:,.0f}/s"
-        if objective.best is not None and objective.best[1].fits:
-            best_s = objective.best[1].iteration_s
+        best_s = objective.best_s
+        if best_s < math.inf:
             state += f", best {best_s:.3f} s"
             if objective.lower_bound_s > 0:
                 state += f", gap {best_s / objective.lower_bound_s - 1:.1%}"

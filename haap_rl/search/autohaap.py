@@ -3,19 +3,17 @@
 From a memory-aware start, price every move that relieves the stage with the largest load (one that does not fit
 first), take the best; where none improves, try the next loaded stages; at a local optimum restart from another start.
 What the abstract names is here: the memory-aware initialisation draws the starts, the load-balancing balancer gives
-each candidate its layers, the estimator's cache makes a what-if cheap. The neighbourhood is our own choice.
+each candidate its layers, the estimator's tables make a what-if cheap. The neighbourhood is our own choice.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from haap_rl.cost.estimate import Estimate
 from haap_rl.problem.errors import positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
-from haap_rl.space import moves
-from haap_rl.space.space import Genome
+from haap_rl.space import kernels
 
 
 class AutoHAAP:
@@ -31,22 +29,25 @@ class AutoHAAP:
         while True:
             self.descend(objective, rng)
 
-    def descend(self, objective: Objective, rng: np.random.Generator) -> None:
-        """From a fresh start down to a local optimum."""
-        genome, estimate = objective.best_of([objective.space.draw(rng) for _ in range(self.starts)])
-        while (step := self._relieve(objective, genome, estimate)) is not None:
-            genome, estimate = step
-
-    def _relieve(self, objective: Objective, genome: Genome, estimate: Estimate) -> tuple[Genome, Estimate] | None:
-        """The best neighbour that relieves the most loaded stage that can be relieved, or None at a local optimum."""
-        loads = estimate.loads_s
-        bottleneck = estimate.bottleneck[0]
-        order = sorted(range(len(loads)), key=lambda i: (i != bottleneck, -loads[i]))
-        for stage in order:
-            neighbours = list(moves.relief(objective.space, genome, stage))
-            if not neighbours:
-                continue
-            neighbour, relieved = objective.best_of(neighbours)
-            if objective.rank(relieved) < objective.rank(estimate):
-                return neighbour, relieved
-        return None
+    def descend(self, objective: Objective, rng: np.random.Generator, most: int | None = None) -> None:
+        """From a fresh start down to a local optimum, or until `most` evaluations."""
+        space = objective.space
+        until = None if most is None else objective.evaluations + most
+        neighbours = np.zeros((kernels.most_relief(space) + 1, 2 + 2 * space.max_stages), np.int64)
+        codes = space.draws(rng, self.starts if most is None else min(self.starts, most))
+        prices = objective.many(codes)
+        code, rank = codes[prices.best], prices.rank(prices.best)
+        improved = True
+        while improved:
+            improved = False
+            loads_s, bottleneck = objective.loads_s(code)
+            for stage in sorted(range(len(loads_s)), key=lambda i: (i != bottleneck, -loads_s[i])):
+                count = kernels.relief(space.neighbourhood, code, stage, neighbours)
+                if until is not None:
+                    count = min(count, until - objective.evaluations)
+                if count == 0:
+                    continue
+                prices = objective.many(neighbours[:count], np.inf if rank[0] else rank[2])
+                if prices.rank(prices.best) < rank:
+                    code, rank, improved = neighbours[prices.best].copy(), prices.rank(prices.best), True
+                    break

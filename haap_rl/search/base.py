@@ -16,15 +16,17 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import math
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from haap_rl.cost.estimate import Estimate
 from haap_rl.cost.estimator import Estimator
@@ -35,8 +37,10 @@ from haap_rl.problem.plan import Plan, Problem
 from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import PruningReport, no_plan_fits, pruning_report
 from haap_rl.space.options import SpaceSpec
-from haap_rl.space.space import Genome, Space
+from haap_rl.space.space import Code, Codes, Space
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 OPTIMAL_WITHIN = 1e-9  # relative: the rounding of the schedule's sums
 ENTRY_POINT_GROUP = "haap_rl.searchers"  # where installed packages offer theirs
 
@@ -99,6 +103,7 @@ class SearchResult:
     pruning: PruningReport
     artifacts: Mapping[str, bytes] = field(default_factory=dict, compare=False, repr=False)  # zip files hold a time
     profile: Profile | None = field(default=None, repr=False)  # what the estimator's times were measured by
+    notes: tuple[str, ...] = ()  # what the searcher has to say about the result
     profile_gaps: tuple[str, ...] = ()  # what in the plan's price that profile had to leave to the curves
 
     @property
@@ -109,18 +114,103 @@ class SearchResult:
         return self.estimate.iteration_s / self.lower_bound_s - 1
 
 
-Progress = Callable[["Objective", Estimate], None]
+class Prices(NamedTuple):
+    """What a batch of plans costs, in its order.
+
+    iteration_s      seconds; where a limit was given and the plan's lower bound reaches it, that bound
+    bytes_missing    of one device of each replica group, summed; 0: it fits
+    capacity_bytes   of the same devices
+    """
+
+    iteration_s: Floats
+    bytes_missing: Ints
+    capacity_bytes: Ints
+
+    @property
+    def best(self) -> int:
+        """Index of the best plan by the one order (`Estimate.rank`); the first one where several are alike."""
+        return int(np.lexsort((self.iteration_s, self.bytes_missing))[0])
+
+    def rank(self, i: int) -> tuple[bool, int, float]:
+        """`Estimate.rank` of the i-th plan."""
+        return bool(self.bytes_missing[i]), int(self.bytes_missing[i]), float(self.iteration_s[i])
+
+    @property
+    def energy(self) -> Floats:
+        """`Estimate.energy` of each plan."""
+        misses = self.bytes_missing > 0
+        energy: Floats = np.log(self.iteration_s) + np.where(
+            misses, 1.0 + self.bytes_missing / self.capacity_bytes, 0.0
+        )
+        return energy
+
+
+class Explained(NamedTuple):
+    """What one plan costs and what that is made of; arrays have an entry per stage, front to back.
+
+    Names are those of `Estimate`, `StageTime` and `StageMemory`, whose values these are.
+    """
+
+    prices: Prices  # of this plan alone
+    busy_s: Floats
+    tensor_parallel_s: Floats
+    blocked_s: Floats
+    gradient_sync_s: Floats
+    optimizer_s: Floats
+    memory_share: Floats  # largest needed_bytes / capacity_bytes of the stage's replica groups
+    makespan_s: float
+    bubble: float
+    balance: float
+
+    @property
+    def iteration_s(self) -> float:
+        return float(self.prices.iteration_s[0])
+
+    @property
+    def fits(self) -> bool:
+        return not self.prices.bytes_missing[0]
+
+    @property
+    def energy(self) -> float:
+        """`Estimate.energy`."""
+        (seconds,), (missing,), (capacity,) = (values.tolist() for values in self.prices)
+        return math.log(seconds) + 1.0 + missing / capacity if missing else math.log(seconds)
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Explained:
+        """The same from the readable estimator."""
+        stages = [
+            (s.busy_s, s.tensor_parallel_s, s.blocked_s, s.gradient_sync_s, s.optimizer_s,
+             max(group.needed_bytes / group.capacity_bytes for group in groups))
+            for s, groups in zip(estimate.stages, estimate.memory, strict=True)
+        ]  # fmt: skip
+        whole = [estimate.makespan_s, estimate.bubble, estimate.balance]
+        return cls(_prices_of([estimate]), *np.array(stages).T, *whole)
+
+
+def _prices_of(estimates: Sequence[Estimate]) -> Prices:
+    capacity = [sum(group.capacity_bytes for groups in e.memory for group in groups) for e in estimates]
+    return Prices(
+        np.array([e.iteration_s for e in estimates], float),
+        np.array([e.bytes_missing for e in estimates], np.int64),
+        np.array(capacity, np.int64),
+    )
+
+
+Progress = Callable[["Objective"], None]
 Log = Callable[["Objective", Mapping[str, float]], None]
 
 
 class Objective:
-    """The only scorer: `objective(plan)`, or `objective.many(plans)` for a batch.
+    """The only scorer: `objective.many(codes)` for a batch of the space, `objective(plan)` for any plan.
 
     space       the declared space, bound to the problem and to this objective's estimator
     remaining   evaluations left, for schedules (a temperature, PPO's rollout length), never for stopping
     best        (plan, estimate) of the best so far, or None
+    last        Prices of what was priced last
     lower_bound_s   what no plan of the space can beat, as far as proven; a searcher that proves more calls `prove`
     Without arguments beyond the problem it is unlimited, for interactive use and environments of their own.
+    `cached` False: no memo, no tables, no compiled code, every plan priced anew by the readable estimator; same values.
     """
 
     def __init__(
@@ -134,13 +224,17 @@ class Objective:
         on_log: Log | None = None,
         profile: Profile | None = None,
     ) -> None:
-        self.problem, self.budget, self.lower_bound_s = problem, budget, lower_bound_s
+        self.problem, self.budget, self.lower_bound_s, self.cached = problem, budget, lower_bound_s, cached
         self.estimator = Estimator(problem, cached, profile=profile)
         self.space = Space(problem, space or SpaceSpec(), self.estimator)
         self.evaluations = 0
-        self.best: tuple[Plan, Estimate] | None = None
+        self.last = Prices(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self.best_rank: tuple[bool, int, float] | None = None
         self.trace: list[TracePoint] = []
+        self.notes: list[str] = []
+        self._best: tuple[Plan, Estimate] | Code | None = None
         self._on_progress, self._on_log = on_progress, on_log
+        self._kernel: CompiledPrices | None = None
         self._started = time.perf_counter()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Objective:
@@ -159,6 +253,39 @@ class Objective:
             return None
         return self.budget.evaluations - self.evaluations
 
+    @property
+    def used(self) -> float:
+        """Share of the budget that is spent, by whichever of its limits is nearer; 0 without one."""
+        evaluations, seconds = (None, None) if self.budget is None else (self.budget.evaluations, self.budget.seconds)
+        return max(
+            0.0 if evaluations is None else self.evaluations / evaluations,
+            0.0 if seconds is None else self.seconds / seconds,
+        )
+
+    @property
+    def best(self) -> tuple[Plan, Estimate] | None:
+        """The best plan so far with its estimate, which fits if any plan tried did."""
+        if isinstance(self._best, np.ndarray):
+            plan = self.space.plan(self.space.genome_of(self._best))
+            self._best = plan, self._explained(plan)
+        return self._best
+
+    @property
+    def best_s(self) -> float:
+        """Iteration seconds of the best plan so far that fits; infinity before there is one."""
+        return math.inf if self.best_rank is None or self.best_rank[0] else self.best_rank[2]
+
+    def _explained(self, plan: Plan) -> Estimate:
+        """The estimate of a plan that is priced already: no evaluation, and no operator counted again."""
+        estimator = self.estimator
+        counts = estimator.operators_requested, estimator.operators_distinct
+        computed = estimator.operators_computed
+        estimate = estimator(plan)
+        estimator.operators_requested, estimator.operators_distinct = counts
+        if not self.cached:
+            estimator.operators_computed = computed
+        return estimate
+
     def rank(self, estimate: Estimate) -> tuple[bool, int, float]:
         """The order of plans that every searcher uses; smaller is better."""
         return estimate.rank
@@ -168,11 +295,8 @@ class Objective:
         self.checkpoint()
         estimate = self.estimator(plan)
         self.evaluations += 1
-        if self.best is None or self.rank(estimate) < self.rank(self.best[1]):
-            self.best = plan, estimate
-            self.record()
-        if self._on_progress is not None:
-            self._on_progress(self, estimate)
+        self.last = _prices_of([estimate])
+        self._offer(self.last, lambda _: (plan, estimate))
         return estimate
 
     def checkpoint(self) -> None:
@@ -183,15 +307,70 @@ class Objective:
         if self.budget is not None and self.budget.seconds is not None and self.seconds > self.budget.seconds:
             raise BudgetExhausted
 
-    def many(self, plans: Sequence[Plan]) -> list[Estimate]:
-        """Estimates of a batch, counted one by one."""
-        return [self(plan) for plan in plans]
+    def many(self, codes: Codes, limit_s: float = math.inf) -> Prices:
+        """Prices of a batch of the space's plans, one row each (`Space.encode`), counted one by one.
 
-    def best_of(self, genomes: Sequence[Genome]) -> tuple[Genome, Estimate]:
-        """The best of some genomes of the space, all of them counted; the first one where several are alike."""
-        estimates = self.many([self.space.plan(genome) for genome in genomes])
-        best = min(range(len(genomes)), key=lambda i: self.rank(estimates[i]))
-        return genomes[best], estimates[best]
+        limit_s: a plan whose lower bound is at least so much need not be priced to the end; it counts all the same.
+        Where the budget ends within the batch, what is left of it is priced and BudgetExhausted raised.
+        """
+        self.checkpoint()
+        allowed = len(codes) if self.remaining is None else min(len(codes), self.remaining)
+        self.last = prices = self._price(np.ascontiguousarray(codes[:allowed]), limit_s)
+        self.evaluations += allowed
+        self._offer(prices, lambda i: codes[i].copy())
+        if allowed < len(codes):
+            raise BudgetExhausted
+        return prices
+
+    def explain(self, code: Code) -> Explained:
+        """Price of one of the space's plans with what it is made of, counted. Raises BudgetExhausted as `many` does."""
+        self.checkpoint()
+        if self.cached:
+            explained = self._compiled().explain(code)
+        else:
+            explained = Explained.of(self.estimator(self.space.plan(self.space.genome_of(code))))
+        self.last = explained.prices
+        self.evaluations += 1
+        self._offer(explained.prices, lambda _: code.copy())
+        return explained
+
+    def account(self, evaluations: int, code: Code | None = None) -> None:
+        """Count `evaluations` of a compiled loop that priced candidates by itself; `code`: its best plan, if any."""
+        self.evaluations += evaluations
+        prices = self.last
+        if code is not None:
+            prices = self._price(code[None], math.inf)
+        self.last = prices
+        self._offer(prices if code is not None else None, lambda _: code)
+
+    def _price(self, codes: Codes, limit_s: float) -> Prices:
+        """Prices of some rows, by the kernels or, uncached, by the readable estimator."""
+        if self.cached:
+            return self._compiled()(codes, limit_s)
+        return _prices_of([self.estimator(self.space.plan(self.space.genome_of(code))) for code in codes])
+
+    def _compiled(self) -> CompiledPrices:
+        if self._kernel is None:
+            self._kernel = CompiledPrices(self.space)
+        return self._kernel
+
+    def _offer(self, prices: Prices | None, plan_of: Callable[[int], Any]) -> None:
+        """Keep what is better than the best so far, each improvement in the trace, and report progress."""
+        if prices is not None and len(prices.iteration_s):
+            first = self.evaluations - len(prices.iteration_s) + 1
+            rank = self.best_rank
+            better = list(range(len(prices.iteration_s)))
+            if rank is not None and not rank[0]:  # the usual case, at the speed of numpy
+                better = np.flatnonzero((prices.bytes_missing == 0) & (prices.iteration_s < rank[2])).tolist()
+            found = None
+            for i in better:
+                if rank is None or prices.rank(i) < rank:
+                    rank, found = prices.rank(i), i
+                    self.trace.append(self._state(first + i, rank))
+            if found is not None:
+                self.best_rank, self._best = rank, plan_of(found)
+        if self._on_progress is not None:
+            self._on_progress(self)
 
     def prove(self, lower_bound_s: float) -> None:
         """Take note that no plan of the space takes less than `lower_bound_s` seconds."""
@@ -202,12 +381,34 @@ class Objective:
         if self._on_log is not None:
             self._on_log(self, values)
 
+    def note(self, text: str) -> None:
+        """Say something about the result that a person should read, one line; nothing for an empty text."""
+        if text:
+            self.notes.append(text)
+
+    def loads_s(self, code: Code) -> tuple[list[float], int]:
+        """(busy seconds of each stage over the iteration, the stage to relieve first) of a plan priced already.
+
+        The stage that lacks most memory, if one does, else the one that is busy for longest.
+        """
+        if self.cached:
+            loads, missing = self._compiled().loads(code)
+        else:
+            estimate = self._explained(self.space.plan(self.space.genome_of(code)))
+            loads = estimate.loads_s
+            missing = [sum(group.missing_bytes for group in groups) for groups in estimate.memory]
+        worst = missing if any(missing) else loads
+        return loads, max(range(len(worst)), key=worst.__getitem__)
+
     def state(self) -> TracePoint:
         """The present state, as the trace has it."""
+        return self._state(self.evaluations, self.best_rank)
+
+    def _state(self, evaluations: int, rank: tuple[bool, int, float] | None) -> TracePoint:
         estimator = self.estimator
         return TracePoint(
-            self.evaluations,
-            self.best[1].iteration_s if self.best is not None and self.best[1].fits else None,
+            evaluations,
+            rank[2] if rank is not None and not rank[0] else None,
             estimator.operators_computed,
             max(0, estimator.operators_requested - estimator.operators_computed),
             self.seconds,
@@ -216,6 +417,68 @@ class Objective:
     def record(self) -> None:
         """Append the present state to the trace."""
         self.trace.append(self.state())
+
+
+class CompiledPrices:
+    """The kernels' pricing of a space; operator latencies are counted on its estimator."""
+
+    def __init__(self, space: Space) -> None:
+        from haap_rl.cost import kernels  # numba is imported where it is used
+
+        compile_kernels()
+        self._kernels, self._tables, self._estimator = kernels, space.stage_tables, space.estimator
+        self._work = kernels.scratch(self._tables)
+
+    def __call__(self, codes: Codes, limit_s: float) -> Prices:
+        n = len(codes)
+        prices = Prices(np.empty(n), np.empty(n, np.int64), np.empty(n, np.int64))
+        counts = np.zeros(3, np.int64)
+        self._kernels.price_many(self._tables, codes, limit_s, self._work, *prices, counts)
+        self._estimator.operators_requested += int(counts[1])
+        self._estimator.operators_distinct += int(counts[2])
+        return prices
+
+    def explain(self, code: Code) -> Explained:
+        """One plan, with what it is made of."""
+        prices = Prices(np.empty(1), np.empty(1, np.int64), np.empty(1, np.int64))
+        stages, whole, counts = np.empty((6, code[1])), np.empty(3), np.zeros(3, np.int64)
+        self._kernels.explain(self._tables, code[None], self._work, *prices, counts, stages, whole)
+        self._estimator.operators_requested += int(counts[1])
+        self._estimator.operators_distinct += int(counts[2])
+        return Explained(prices, *stages, *whole.tolist())
+
+    def loads(self, code: Code) -> tuple[list[float], list[int]]:
+        """(busy seconds over the iteration, bytes missing) of each stage."""
+        p = int(code[1])
+        loads, missing = np.zeros(p), np.zeros(p, np.int64)
+        self._kernels.loads(self._tables, code, self._work, loads, missing)
+        return loads.tolist(), missing.tolist()
+
+
+def compile_kernels() -> None:
+    """Have every kernel of pricing, draws and moves compiled, or loaded; once per process. Says so if it takes long."""
+    from haap_rl.cost.compiling import ready
+
+    ready("planning", _first_calls)
+
+
+def _first_calls() -> None:
+    """Call each of those kernels once, on a small problem."""
+    from haap_rl.problem.presets import load_problem
+    from haap_rl.space import kernels, moves
+
+    spec = SpaceSpec(num_microbatches=(16, 32), max_stages=2, max_tp=1, group_sizes=(4,), recompute=("full",))
+    objective, rng = Objective(load_problem("gpt3_350m", "v100x4_t4x4"), space=spec), np.random.default_rng(0)
+    space = objective.space
+    codes, edits = space.draws(rng, 2), kernels.coded(moves.edits(space))
+    objective.many(codes)
+    objective.loads_s(codes[0])
+    objective.explain(codes[0])
+    neighbours = np.empty((kernels.most_relief(space) + 1, codes.shape[1]), np.int64)
+    kernels.relief(space.neighbourhood, codes[0], 0, neighbours)
+    kernels.random_neighbours(space.neighbourhood, codes, edits, rng, np.empty_like(codes))
+    kernels.legal_mask(space.neighbourhood, codes[0], edits, np.empty(len(edits) + 1, np.bool_))
+    kernels.apply(space.neighbourhood, codes[0], 0, 0, 0, codes[1])
 
 
 class Searcher(Protocol):
@@ -240,20 +503,23 @@ def run_search(
     on_log: Log | None = None,
     on_start: Callable[[], None] | None = None,
     profile: Profile | None = None,
+    proven_s: float = 0.0,
 ) -> SearchResult:
     """Run one searcher on one problem; the seed enters here and nowhere else.
 
-    on_start: called once before the clock starts, if any plan can fit. on_progress: called after every evaluation with
-    (objective, estimate). on_log: called with (objective, figures) of the searcher's own. cached: the estimator's memo
+    on_start: called once before the clock starts, if any plan can fit. on_progress: called after every batch with the
+    objective. on_log: called with (objective, figures) of the searcher's own. cached: the estimator's memo
     (idea 3 of the paper); results do not depend on it. profile: measured times, for plans, bound and counts alike.
+    proven_s: what no plan of the space can beat, as an earlier exact search proved (`search.certificate`).
     Ctrl-C ends the search with the best plan so far.
     """
     spec = space or SpaceSpec()
+    compile_kernels()
     bound = lower_bound(problem, spec, profile)
     pruning = pruning_report(problem, spec, profile)
     if on_start is not None and bound.seconds != np.inf:
         on_start()
-    objective = Objective(problem, budget, spec, cached, on_progress, bound.seconds, on_log, profile)
+    objective = Objective(problem, budget, spec, cached, on_progress, max(bound.seconds, proven_s), on_log, profile)
     stopped_by, reason = "finished", ""
     if bound.seconds == np.inf:
         stopped_by = "infeasible"
@@ -290,6 +556,7 @@ def run_search(
         pruning=pruning,
         artifacts=_artifacts(searcher) if stopped_by != "infeasible" else {},
         profile=profile,
+        notes=tuple(objective.notes),
         profile_gaps=estimator.gaps(best[0]) if best else (),
     )
 

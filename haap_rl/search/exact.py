@@ -1,404 +1,504 @@
-"""A proven optimum for moderate sizes: dynamic programming on a lower bound, then every plan that could beat the best.
+"""A proven optimum: dynamic programming on a lower bound of the schedule, then every plan that could beat the best.
 
-The path bound of a plan with m micro-batches, s counting stages from the end (see `cost.schedule.lower_bound_s`):
+The bound of a plan with m micro-batches, s counting its stages from the end, f and b its forward and backward seconds
+with what transfers block of them, t = f + b (derived in `cost.schedule.lower_bound_s`):
 
-    bound = S + max_s c_s     S    one micro-batch alone, transfers included, plus the first stage's sync and step
-                              c_s  (m-1-w) (f+b) + w max(f, b) of stage s, w = min(s-1, m-1); f and b include the
-                                   blocking part of the transfers to the stage behind
+    bound = S + max_s c_s    S    one micro-batch alone, transfers included, plus the first stage's sync and step
+                             c_s  the largest of, with w = min(s-1, m-1):
+                                  (m-1-w) t + w max(f, b)          the path leaves the stage once
+                                  (m-1-s) t + trip_s, if m > s     it also takes the last micro-batch to the end and
+                                                                   back, trip_s being S of this stage and those behind
 
-1. For each m a dynamic program finds the plan of least bound: it minimises S subject to c_s <= limit, from the last
-   stage to the first, so that in-flight counts and memory are exact; the limit then drops to just below the plan's own
-   max c and to best - S, and the two sides meet (a plan with a smaller max c cannot have a smaller S). The least bound
-   over all m is a proven lower bound on the scored time, and its plans are good ones.
-2. Every plan whose bound is below the best scored time is enumerated by walking back through the program's tables, and
-   scored. When none is left the best plan is a proven optimum of the declared space.
+1. For each m a dynamic program over (stages so far, shape of the foremost, layers placed, devices used), from the last
+   stage to the first so that in-flight counts and memory are exact, minimises S subject to c_s <= limit. A plan with a
+   smaller max c has no smaller S, so the limit drops to just below the plan's own max c and to best - S until the two
+   sides meet: the least bound of that m. It keeps no state from which the layers left do not fit the devices left, nor
+   one whose stage would end with its own tail (sync, step) at the best time known or later.
+2. What lies between the bound and the best plan is walked through, by thresholds: every plan of the tables whose bound
+   is below best / (1 + gap) is completed front to back, its prefix bounded also by cycles of two and more stages
+   (`segments` below) and by the tails of all stages, and what is left is scored exactly. A finished threshold proves
+   that gap; at threshold 0 the best plan is a proven optimum of the declared space.
 
-Transfers and the first stage's sync are priced as if stages sat as well as they could, so the bound holds wherever
-placement puts them. The walk
-of step 2 knows both neighbours of a stage and counts both transfers in c_s. The tables have (stages x stage shapes x
-layers x devices used) entries; a cluster for which that is too many is refused. States are not plan evaluations: only
-scored plans count.
+Segments: a micro-batch that goes from stage i to j and back occupies trip_ij, while the 1F1B order lets stage i run
+only q = j - i + 1 micro-batches ahead meanwhile, so c >= floor((m-1-w_j) / q) trip_ij + rest t_j + w_j max(f, b) too.
+
+Transfers, sync and step are priced as if stages sat as well as they could, so the bounds hold wherever placement puts
+them. Devices are counted in units of the largest number that divides every size of their group; stages on two device
+groups are options like any other. States are not plan evaluations: only completed plans count.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost.estimator import BoundaryKey, ReplicaKey, SideKey, StageKey
-from haap_rl.problem.errors import InputError, positive_int
+from haap_rl.cost import kernels
+from haap_rl.cost.compiling import ready
+from haap_rl.cost.estimator import FIRST, LAST, fingerprint
+from haap_rl.problem.errors import positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
+from haap_rl.search import exact_kernels
 from haap_rl.search.autohaap import AutoHAAP
-from haap_rl.search.base import Objective
-from haap_rl.space.options import FIRST, LAST, SEQUENCE_PARALLEL, Tables, device_slices, possible_nodes
-from haap_rl.space.space import Genome, Space
+from haap_rl.search.base import BudgetExhausted, Objective
+from haap_rl.search.certificate import EVERY_PLAN, SCHEMA
+from haap_rl.search.exact_kernels import INF, Choices, Pass, Walk
+from haap_rl.space.options import SpaceSpec, Tables
+from haap_rl.space.space import Code, Space
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-LARGEST = 1e300  # seconds; finite, so that "does not fit" is larger
-MOST_ENTRIES = 50_000_000  # of the tables, 8 bytes each
-SLIGHTLY = 1e-9  # relative: bounds this close to the best are not worth a walk
+Floats = npt.NDArray[np.float64]
+GAPS = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0)  # thresholds of the walk
+SLIGHTLY = 1e-9  # relative: the rounding of sums
+LEVELS = (0.005, 0.02, 0.06)  # blocking that the tables tell apart, as shares of the largest c; the walk knows it all
+MOST_BYTES = 4 * 2**30  # of one m's tables
+NODES_PER_CALL = 5_000_000  # of a walk, between two looks at the budget: less than a second
+STATES_PER_S = 3e7  # of table entries that one pass sees, for the estimate of what is refused
 
 
 class Exact:
-    """Proves the optimum, or the best bound that the budget allows.
+    """Proves the optimum, or the best bound that the budget and `nodes` allow.
 
-    heuristic: evaluations that the baseline heuristic uses between the two steps, at most half of the budget; a good
-    plan spares most of the second one.
+    heuristic        evaluations that the baseline heuristic uses first, at most half of the budget: a good plan spares
+                     most of the work
+    nodes            steps of the walk through what lies between bound and best plan; about 5e7 take a second
+    type_contiguous  only plans in which each device group is one run of stages: an ablation, no bound of the space
     """
 
-    def __init__(self, heuristic: int = 2000) -> None:
-        self.heuristic = positive_int("search=exact", "heuristic", heuristic)
+    def __init__(self, heuristic: int = 5000, nodes: int = 500_000_000, type_contiguous: bool = False) -> None:
+        where = "search=exact"
+        self.heuristic, self.nodes = positive_int(where, "heuristic", heuristic), positive_int(where, "nodes", nodes)
+        self.type_contiguous = yes_or_no(where, "type_contiguous", type_contiguous)
+        self.certificate: dict[str, Any] = {}
+
+    def artifacts(self) -> Mapping[str, bytes]:
+        """The certificate of the last search."""
+        return (
+            {"certificate.json": (json.dumps(self.certificate, indent=2) + "\n").encode()} if self.certificate else {}
+        )
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        space = objective.space
-        programs = [Program(space, m, objective.checkpoint) for m in space.num_microbatches]
-        bounds: list[float] = []
-        for program in programs:
-            bound_s, genome = program.least_bound(best_s(objective))
-            bounds.append(bound_s)
-            if genome is not None:
-                objective(space.plan(genome))
-        objective.prove(min(*bounds, best_s(objective)))
+        proof = Proof(objective, self.nodes, self.type_contiguous)
+        try:
+            self._search(proof, objective, rng)
+        finally:
+            self.certificate = proof.certificate()
+            objective.note(proof.message)
 
-        allowed = self.heuristic if objective.remaining is None else min(self.heuristic, objective.remaining // 2)
-        until = objective.evaluations + allowed
-        while objective.evaluations < until and best_s(objective) > objective.lower_bound_s * (1 + SLIGHTLY):
-            AutoHAAP().descend(objective, rng)
-
-        order = sorted(range(len(programs)), key=lambda i: bounds[i])
-        for position, i in enumerate(order):
-            for genome in programs[i].below(lambda: best_s(objective)):
-                objective(space.plan(genome))
-            objective.prove(min([best_s(objective), *(bounds[j] for j in order[position + 1 :])]))
-
-
-def best_s(objective: Objective) -> float:
-    """Iteration time of the best plan so far that fits, or infinity."""
-    return objective.best[1].iteration_s if objective.best is not None and objective.best[1].fits else math.inf
-
-
-class Shape(NamedTuple):
-    """Stages that look alike from outside: a device group, a number of devices, and the options that give it."""
-
-    group: int
-    devices: int
-    members: IntArray
-
-
-class Solution(NamedTuple):
-    """Tables of one pass: least S of the last s stages, by shape of the foremost, layers placed, devices used.
-
-    most_c      no stage has a larger c_s
-    open[s]     (shapes, L+1, devices...) where more stages follow in front
-    closed[s]   (shapes, devices...) where the foremost is the pipeline's first; inf where there is no such plan
-    """
-
-    most_c: float
-    least_s: float
-    open: list[FloatArray]
-    closed: list[FloatArray]
-
-
-class Partial(NamedTuple):
-    """A plan's front part on the way back through the tables: its s-th stage from the end is to be chosen next."""
-
-    s: int
-    shape: int  # of that stage
-    layers: int  # that it and the stages behind it hold
-    used: tuple[int, ...]  # devices that they use, per group
-    alone_s: float  # S of the front part, with the link to the stage to be chosen
-    largest_c: float  # of the front part
-    blocked_s: float  # of the stage to be chosen, by its transfers to the stage in front
-    stages: tuple[tuple[int, int], ...]  # (option, layers), front to back
-
-
-class Program:
-    """The dynamic program of one number of micro-batches; memory counts whatever the ablation switches say.
-
-    checkpoint: called again and again during long work; it may raise to end it.
-    """
-
-    def __init__(self, space: Space, m: int, checkpoint: Callable[[], None] = lambda: None) -> None:
-        self.space, self.m, self._checkpoint = space, m, checkpoint
-        estimator = space.estimator
-        tables = Tables(space.problem, space.spec, space.options, estimator, m, memory=True)
-        self.num_layers, self.max_stages = space.num_layers, tables.max_stages
-        self.max_layers = tables.max_layers
-        usable = [k for k in range(len(space.options)) if np.isfinite(tables.forward_s[k, 1])]
-        keys = sorted({(space.options[k].group, space.options[k].num_devices) for k in usable})
-        self.shapes = [
-            Shape(*key, np.array([k for k in usable if (space.options[k].group, space.options[k].num_devices) == key]))
-            for key in keys
-        ]
-        entries = len(keys) * (self.num_layers + 1) * math.prod(n + 1 for n in space.num_devices) * self.max_stages
-        if entries > MOST_ENTRIES:
-            raise InputError(
-                f"search=exact: {entries:,} table entries for {sum(space.num_devices)} devices are more than "
-                f"{MOST_ENTRIES:,}; use fewer space.group_sizes, a smaller space.max_stages, or +search=autohaap"
-            )
-        self.send_s = self._links()
-        blocking = estimator.framework.send_blocking
-        self.link = 2.0 * (1.0 + blocking) * self.send_s  # in S: both directions, and what they block of both stages
-        self.blocked_s = blocking * self.send_s  # of each of the two stages, per direction
-        self._stage_times(tables)
-
-    def _stage_times(self, tables: Tables) -> None:
-        """alone[position] (K, L+1): a stage's part of S; and what its c_s is made of."""
-        layers = np.arange(self.num_layers + 1)
-        host = self.space.estimator.framework.host_microbatch_s
-        self.alone: list[FloatArray] = []
-        self.longer: list[FloatArray] = []  # the longer of forward and backward
-        for position in range(4):
-            first, last = bool(position & FIRST), bool(position & LAST)
-            with np.errstate(invalid="ignore"):
-                times = [
-                    table[:, 1:2] * layers + first * table[:, 0:1] + last * table[:, 2:3]
-                    for table in (tables.forward_s, tables.backward_s)
-                ]
-            self.alone.append(times[0] + host + times[1])
-            self.longer.append(np.maximum(times[0] + host, times[1]))
-        self._weights: dict[tuple[int, int], FloatArray] = {}
-        self.tail = np.zeros((2, len(self.space.options), self.num_layers + 1))  # 1: the only stage, with the head
-        for shape in self.shapes:
-            for k in shape.members:
-                for only in (0, 1):
-                    for n in range(1, int(self.max_layers[k, FIRST | only * LAST].max()) + 1):
-                        self.tail[only, k, n] = self._first_stage_tail_s(int(k), n, bool(only))
-
-    def _first_stage_tail_s(self, k: int, layers: int, only: bool) -> float:
-        """Least seconds of gradient sync and optimiser step of a first stage on option k, wherever it is placed.
-
-        With the option's own recomputation: a longer last backward pass hides more of the synchronisation.
-        """
-        option, space = self.space.options[k], self.space
-        tails = []
-        for nodes in possible_nodes(space.problem, space.options, option):
-            replica = ReplicaKey(option.group, option.tp, option.dp, self._samples // option.dp, nodes, 1)
-            again = 0 if option.recompute == "none" else layers
-            zero = space.spec.zero_stage
-            key = StageKey(True, only, layers, (replica,), option.recompute, again, zero, SEQUENCE_PARALLEL)
-            cost = space.estimator.stage_cost(key)
-            tails.append(cost.gradient_sync_s + cost.optimizer_s)
-        return min(tails)
-
-    @property
-    def _samples(self) -> int:
-        return self.space.problem.global_batch_size // self.m
-
-    def _links(self) -> FloatArray:
-        """(shapes, shapes) least seconds of one transfer from the row's shape to the column's behind it."""
-        problem, estimator = self.space.problem, self.space.estimator
-        num_bytes = float(self._samples * problem.seq_len * problem.model.hidden * estimator.value_bytes)
-        links = np.zeros((len(self.shapes), len(self.shapes)))
-        for i, front in enumerate(self.shapes):
-            for j, behind in enumerate(self.shapes):
-                sender, receiver = self._side(front), self._side(behind)
-                per_node = problem.cluster.groups[front.group].devices_per_node
-                near = front.group == behind.group and front.devices + behind.devices <= per_node
-                keys = [BoundaryKey(sender, receiver, one_node) for one_node in {False, near}]
-                links[i, j] = min(estimator.send_s(key, num_bytes) for key in keys)
-        return links
-
-    def _side(self, shape: Shape) -> SideKey:
-        """A stage of this shape as one side of a boundary, with all the NICs that it may touch."""
-        option = self.space.options[int(shape.members[0])]
-        most_nodes = possible_nodes(self.space.problem, self.space.options, option)[-1]
-        return ((shape.group, shape.devices, most_nodes),)
-
-    def _leaves_once(self, s: int, position: int) -> FloatArray:
-        """(K, L+1) c_s of a stage at place s without its transfers; inf where it does not fit. Kept once computed."""
-        kept = self._weights.get((s, position))
-        if kept is None:
-            ahead = min(s - 1, self.m - 1)
-            with np.errstate(invalid="ignore"):  # inf x 0 where a micro-batch cannot be divided; not a fit below
-                weight = (self.m - 1 - ahead) * self.alone[position] + ahead * self.longer[position]
-            fits = np.arange(self.num_layers + 1) <= self.max_layers[:, position, s][:, None]
-            kept = self._weights[s, position] = np.where(fits, weight, np.inf)
-        return kept
-
-    def _blocked_c(self, s: int) -> float:
-        """What one second of blocking, in each direction, adds to c_s at place s."""
-        ahead = min(s - 1, self.m - 1)
-        return 2.0 * (self.m - 1 - ahead) + ahead
-
-    # ------------------------------------------------------------------------ one pass
-    def solve(self, most_c: float) -> Solution:
-        """Least S over the plans whose every c_s is at most `most_c`."""
-        devices = tuple(n + 1 for n in self.space.num_devices)
-        layers = self.num_layers
-        before = np.zeros((0, layers + 1, *devices))
-        opened, closed, least = [before], [np.zeros((0, *devices))], math.inf
-        for s in range(1, self.max_stages + 1):
-            self._checkpoint()
-            after = np.full((len(self.shapes), layers + 1, *devices), np.inf)
-            ends = np.full((len(self.shapes), *devices), np.inf)
-            last = LAST if s == 1 else 0
-            inner_c, front_c = self._leaves_once(s, last), self._leaves_once(s, FIRST | last)
-            for c, shape in enumerate(self.shapes):
-                into, origin = device_slices(self.space.num_devices, shape.group, shape.devices)
-                inside, first = after[c][(slice(None), *into)], ends[c][into]
-                for reach, blocked_s in self._reaches(s, c, before):
-                    source = reach[(slice(None), *origin)]
-                    if not np.isfinite(source).any():
-                        continue
-                    spare_c = most_c - self._blocked_c(s) * blocked_s
-                    inner, front = self._cheapest(shape, last, inner_c, front_c, spare_c)
-                    for n in np.flatnonzero(np.isfinite(inner)).tolist():  # never all layers: a stage follows in front
-                        np.minimum(inside[n:layers], source[: layers - n] + inner[n], out=inside[n:layers])
-                    for n in np.flatnonzero(np.isfinite(front)).tolist():
-                        np.minimum(first, source[layers - n] + front[n], out=first)
-            opened.append(after)
-            closed.append(ends)
-            least = min(least, float(ends.min(initial=math.inf)))
-            before = after
-        return Solution(most_c, least, opened, closed)
-
-    def _reaches(self, s: int, c: int, before: FloatArray) -> Iterator[tuple[FloatArray, float]]:
-        """(least S behind a stage of shape c at place s by layers and devices, blocking seconds of their boundary)."""
-        if s == 1:
-            nothing = np.full(before.shape[1:], np.inf)
-            nothing[(0,) * nothing.ndim] = 0.0
-            yield nothing, 0.0
-            return
-        for blocked_s in np.unique(self.blocked_s[c]).tolist():
-            alike = np.flatnonzero(self.blocked_s[c] == blocked_s)
-            yield before[alike].min(0) + self.link[c, alike[0]], blocked_s
-
-    def _cheapest(
-        self, shape: Shape, last: int, inner_c: FloatArray, front_c: FloatArray, most_c: float
-    ) -> tuple[FloatArray, FloatArray]:
-        """(L+1,) least part of S of a stage of this shape with n layers, inside the pipeline and at its front."""
-        k = shape.members
-        alone_first = self.alone[FIRST | last] + self.tail[int(last > 0)]
-        inner: FloatArray = np.where(inner_c[k] <= most_c, self.alone[last][k], np.inf).min(0)
-        front: FloatArray = np.where(front_c[k] <= most_c, alone_first[k], np.inf).min(0)
-        inner[0] = front[0] = np.inf  # a stage of no layers is none
-        return inner, front
-
-    # --------------------------------------------------------------------- both searches
-    def least_bound(self, best_s: float) -> tuple[float, Genome | None]:
-        """(least path bound in seconds, its genome) over the plans whose bound is below `best_s`, else (inf, None)."""
-        least, genome, most_c = math.inf, None, LARGEST
-        self.infeasible_c = 0.0  # every plan has a stage with a larger c_s than this
-        self.least_alone_s = math.inf
-        while most_c > 0:
-            solution = self.solve(most_c)
-            if not math.isfinite(solution.least_s):
-                self.infeasible_c = most_c
+    def _search(self, proof: Proof, objective: Objective, rng: np.random.Generator) -> None:
+        if not self.type_contiguous:
+            allowed = self.heuristic if objective.remaining is None else min(self.heuristic, objective.remaining // 2)
+            until = objective.evaluations + allowed
+            heuristic = AutoHAAP()
+            while objective.evaluations < until:
+                heuristic.descend(objective, rng, until - objective.evaluations)
+        if proof.too_large:
+            proof.message = proof.too_large
+            while True:  # the best plan that the budget gives, beside the bound that every run has
+                AutoHAAP().search(objective.problem, objective, rng)
+        ready("exact search", warm_up)
+        proof.bound()
+        for gap in GAPS:
+            if proof.best_s / max(proof.lower_s, 1e-300) - 1 > gap and not proof.close(gap):
                 break
-            self.least_alone_s = min(self.least_alone_s, solution.least_s)
-            found, alone_s, largest_c = self._any_of_least_s(solution)
-            if alone_s + largest_c < least:
-                least, genome = alone_s + largest_c, found
-            most_c = min(largest_c * (1 - SLIGHTLY), least - solution.least_s, best_s - solution.least_s)
-        return (least, genome) if least < best_s else (math.inf, None)
 
-    def below(self, best_s: Callable[[], float]) -> Iterator[Genome]:
-        """Every genome whose path bound is below `best_s()`, which may fall meanwhile."""
-        most_c = best_s() - self.least_alone_s
-        if most_c > self.infeasible_c:
-            for genome, _, _ in self._walk(self.solve(most_c), lambda: best_s() * (1 - SLIGHTLY)):
-                yield genome
 
-    def _any_of_least_s(self, solution: Solution) -> tuple[Genome, float, float]:
-        """(genome, S, largest c_s) of one plan with the least S of the tables."""
-        ceiling = solution.least_s * (1 + SLIGHTLY)
-        return next(self._walk(solution, lambda: ceiling, c_counts=False))
+class Proof:
+    """What is proven so far about one objective's space.
 
-    def _walk(
-        self, solution: Solution, limit_s: Callable[[], float], c_counts: bool = True
-    ) -> Iterator[tuple[Genome, float, float]]:
-        """(genome, S, largest c_s) of every plan of the tables with S + largest c_s below `limit_s()`, best ends first.
+    lower_s      no plan (of those that the proof covers) takes less
+    solves, states, nodes, plans   passes of the dynamic program, states they kept, steps of walks, plans completed
+    """
 
-        c_counts False: with S alone below it.
-        """
-        least_c = self.infeasible_c if c_counts else 0.0
-        ends = []
-        for s in range(1, self.max_stages + 1):
-            table = solution.closed[s]
-            for index in np.argwhere(table + least_c < limit_s()).tolist():
-                ends.append(
-                    (
-                        float(table[tuple(index)]),
-                        Partial(s, index[0], self.num_layers, tuple(index[1:]), 0.0, least_c, 0.0, ()),
-                    )
+    def __init__(self, objective: Objective, most_nodes: int, contiguous: bool) -> None:
+        self.objective, self.space, self.contiguous = objective, objective.space, contiguous
+        self.most_nodes = most_nodes
+        self.lower_s, self.best_s = 0.0, INF
+        self.solves = self.states = self.nodes = self.plans = 0
+        self.message = ""
+        self.too_large = _too_large(self.space)
+        self._bounds: dict[int, Bounded] = {}
+        self._buffers: dict[tuple[int, ...], tuple[Pass, Choices]] = {}
+        self._take_best()
+
+    def _take_best(self) -> None:
+        """The time to beat: the objective's best, unless the proof is about fewer plans."""
+        if not self.contiguous:
+            self.best_s = min(self.best_s, self.objective.best_s)
+
+    def bound(self) -> None:
+        """The least bound over all micro-batch counts, and the plans that attain it priced."""
+        self._take_best()
+        for m in self.space.num_microbatches:
+            self._bounds[m] = self.least_bound(m)
+        self._prove(min([self.best_s, *(bounded.least_s for bounded in self._bounds.values())]))
+
+    def close(self, gap: float) -> bool:
+        """Walk through every plan below best / (1 + gap); whether that ended, which proves the gap."""
+        for m, bounded in sorted(self._bounds.items(), key=lambda item: item[1].least_s):
+            if not self._walk(m, bounded, gap):
+                return False
+        self._prove(self.best_s / (1.0 + gap))
+        return True
+
+    def _prove(self, lower_s: float) -> None:
+        self.lower_s = max(self.lower_s, lower_s if lower_s < INF else 0.0)
+        if not self.contiguous:
+            self.objective.prove(self.lower_s)
+
+    def least_bound(self, m: int) -> Bounded:
+        """Squeeze S and c of one micro-batch count until they meet."""
+        program = build(self.space, m, self.contiguous, self.best_s)
+        if program is None:
+            return Bounded(self.best_s, self.best_s, 0.0)
+        tables, choices = self._tables(program)
+        code = np.zeros(2 + 2 * self.space.max_stages, np.int64)
+        least_s, infeasible_c, alone_s = INF, 0.0, INF
+        best_code: Code | None = None
+        most_c = self.best_s if self.best_s < INF else INF / 10
+        while most_c > 0:
+            self.objective.checkpoint()
+            found_s, states = exact_kernels.solve(program, most_c, self.best_s, self.best_s, tables, choices)
+            self.solves, self.states = self.solves + 1, self.states + states
+            if found_s >= INF:
+                infeasible_c = most_c
+                break
+            alone_s = min(alone_s, found_s)
+            start = np.array(np.unravel_index(int(tables.closed_s.argmin()), tables.closed_s.shape))
+            largest_c = exact_kernels.any_of_least_s(program, tables, choices, most_c, self.best_s, start, code)
+            if found_s + largest_c < least_s:
+                least_s, best_code = found_s + largest_c, code.copy()
+            most_c = min(largest_c * (1 - SLIGHTLY), least_s - found_s, self.best_s - found_s)
+        if best_code is not None and best_code[2 : 2 + best_code[1]].min() >= 0:
+            self._offer(1, best_code)
+        return Bounded(min(least_s, self.best_s), infeasible_c, alone_s)
+
+    def _walk(self, m: int, bounded: Bounded, gap: float) -> bool:
+        limit_s = self.best_s / (1.0 + gap)
+        most_c = limit_s - bounded.alone_s
+        if bounded.least_s >= limit_s or most_c <= bounded.infeasible_c:
+            return True
+        space, t = self.space, self.space.stage_tables
+        program = build(space, m, self.contiguous, self.best_s)
+        if program is None:
+            return True
+        tables, choices = self._tables(program)
+        _, states = exact_kernels.solve(program, most_c, limit_s - bounded.infeasible_c, limit_s, tables, choices)
+        self.solves, self.states = self.solves + 1, self.states + states
+        starts = np.argwhere(tables.closed_s + bounded.infeasible_c < limit_s)
+        starts = starts[np.argsort(tables.closed_s[tuple(starts.T)], kind="stable")]
+        stages = space.max_stages
+        walk = Walk(np.zeros((7, stages + 1), np.int64), np.zeros((10, stages + 1)), np.array([-1, 0, 0, 0]))
+        code, best, work = np.zeros(2 + 2 * stages, np.int64), np.zeros(2 + 2 * stages, np.int64), kernels.scratch(t)
+        while True:
+            self.objective.checkpoint()
+            remaining = self.objective.remaining
+            before = walk.control.copy()
+            seconds = exact_kernels.walk(
+                program, tables, t, work, walk, starts, most_c, bounded.infeasible_c, limit_s, self.best_s,
+                min(NODES_PER_CALL, self.most_nodes - self.nodes), 1_000_000 if remaining is None else remaining,
+                code, best,
+            )  # fmt: skip
+            nodes, plans = (walk.control - before)[[exact_kernels.NODES, exact_kernels.EVALUATED]].tolist()
+            self.nodes += nodes
+            self._offer(plans, best if seconds < self.best_s else None)
+            if walk.control[exact_kernels.DEPTH] < 0 and walk.control[exact_kernels.START] >= len(starts):
+                return True
+            if self.nodes >= self.most_nodes:
+                self.message = (
+                    f"the walk ended after search.nodes={self.most_nodes:,} steps before it could prove a gap of "
+                    f"{gap:.1%}; give it more, or fewer space.group_sizes"
                 )
-        for least_s, end in sorted(ends):
-            if least_s + least_c < limit_s():
-                yield from self._expand(solution, limit_s, c_counts, end)
+                return False
 
-    def _expand(
-        self, solution: Solution, limit_s: Callable[[], float], c_counts: bool, partial: Partial
-    ) -> Iterator[tuple[Genome, float, float]]:
-        """Every completion of `partial` below the limit, the most promising stage first."""
-        self._checkpoint()
-        s, layers, shape = partial.s, partial.layers, self.shapes[partial.shape]
-        position = (0 if partial.stages else FIRST) | (LAST if s == 1 else 0)
-        rest = tuple(u - (shape.devices if d == shape.group else 0) for d, u in enumerate(partial.used))
-        if s == 1 and any(rest):
-            return
-        weights = self._leaves_once(s, position)
-        shares = np.arange(layers if s == 1 else 1, layers - (s - 1) + 1)  # layers that the stage may take
-        choices: list[tuple[float, Partial]] = []
-        for k in shape.members.tolist():
-            own_c = weights[k, shares] + self._blocked_c(s) * partial.blocked_s
-            own_s = partial.alone_s + self.alone[position][k, shares]
-            if position & FIRST:
-                own_s = own_s + self.tail[int(s == 1), k, shares]
-            if s == 1:
-                totals, heaviest = own_s[None], np.maximum(own_c, partial.largest_c)[None]
-            else:
-                placed = solution.open[s - 1].reshape(len(self.shapes), self.num_layers + 1, -1)
-                behind_s = placed[:, layers - shares, np.ravel_multi_index(rest, solution.open[s - 1].shape[2:])]
-                totals = own_s + self.link[partial.shape][:, None] + behind_s
-                blocked_c = self._blocked_c(s) * self.blocked_s[partial.shape][:, None]
-                heaviest = np.maximum(own_c + blocked_c, partial.largest_c)
-            within = heaviest <= solution.most_c
-            promising = within & (totals + (heaviest if c_counts else 0.0) < limit_s())
-            for j, i in np.argwhere(promising).tolist():
-                stages = (*partial.stages, (k, int(shares[i])))
-                largest_c = float(heaviest[j, i])
-                if s == 1:
-                    longer = Partial(0, 0, 0, rest, float(own_s[i]), largest_c, 0.0, stages)
-                else:
-                    alone_s = float(own_s[i] + self.link[partial.shape, j])
-                    front_s = float(self.blocked_s[partial.shape, j]) if c_counts else 0.0
-                    longer = Partial(s - 1, j, layers - int(shares[i]), rest, alone_s, largest_c, front_s, stages)
-                choices.append((float(totals[j, i]), longer))
-        scored = [(least_s + (longer.largest_c if c_counts else 0.0), longer) for least_s, longer in choices]
-        for bound_s, longer in sorted(scored):
-            if bound_s >= limit_s():
-                return
-            if longer.s == 0:
-                options, counts = zip(*longer.stages, strict=True)
-                yield Genome(self.m, options, counts), longer.alone_s, longer.largest_c
-            else:
-                yield from self._expand(solution, limit_s, c_counts, longer)
+    def _offer(self, plans: int, code: Code | None) -> None:
+        """Count completed plans, and take the better one if there is one."""
+        self.plans += plans
+        objective = self.objective
+        if objective.remaining is not None and plans > objective.remaining:
+            raise BudgetExhausted
+        objective.account(plans, None if code is None else code.copy())
+        if code is not None and self.contiguous and objective.last.bytes_missing[0] == 0:
+            self.best_s = min(self.best_s, float(objective.last.iteration_s[0]))
+        self._take_best()
+
+    def _tables(self, program: exact_kernels.Program) -> tuple[Pass, Choices]:
+        """Tables of the program's size, used again where they were made."""
+        shape = (
+            program.max_stages + 1,
+            len(program.type_shape),
+            program.num_layers + 1,
+            program.enough.shape[1],
+            len(program.step),
+            len(program.levels),
+        )
+        if shape not in self._buffers:
+            self._buffers.clear()  # one at a time: they are large
+            S, Y, L, U, C, V = shape
+            Q = exact_kernels.CHOICES
+            self._buffers[shape] = (
+                Pass(
+                    np.full((S, Y, L, U), INF),
+                    np.empty((S, C, U)),
+                    np.zeros((S, L, U), np.bool_),
+                    np.empty((S, L, U), np.int32),
+                    np.zeros((S, L), np.int64),
+                ),
+                Choices(
+                    np.empty((S, Y, V, L, Q)),
+                    np.empty((S, Y, V, L, Q)),
+                    np.zeros((S, Y, V), np.int64),
+                    np.empty((S, C, V, L, Q)),
+                    np.empty((S, C, V, L, Q)),
+                    np.empty((S, C, V, L)),
+                    np.zeros((S, C, V), np.int64),
+                    np.zeros((S + 1, U), np.int64),
+                ),
+            )
+        return self._buffers[shape]
+
+    def certificate(self) -> dict[str, Any]:
+        """What was proven, about what, and what it took, as plain JSON data."""
+        space, objective = self.space, self.objective
+        best_s, lower_s = self.best_s, max(self.lower_s, 0.0 if self.contiguous else objective.lower_bound_s)
+        covers = EVERY_PLAN
+        if self.contiguous:
+            covers = "plans of the declared space in which each device group is one run of stages"
+        return {
+            "schema": SCHEMA,
+            "model": space.problem.model.name,
+            "cluster": space.problem.cluster.name,
+            "problem": problem_key(space),
+            "covers": covers,
+            "iteration_time_s": best_s if best_s < INF else None,
+            "lower_bound_s": lower_s if math.isfinite(lower_s) else None,
+            "gap_to_lower_bound": best_s / lower_s - 1 if lower_s > 0 and best_s < INF else None,
+            "proven_optimal": best_s <= lower_s * (1 + SLIGHTLY),
+            "plan": None if objective.best is None else space.problem.plan_to_json(objective.best[0]),
+            "device_units": device_units(space),
+            "solves": self.solves,
+            "states": self.states,
+            "nodes": self.nodes,
+            "plans_completed": self.plans,
+            "seconds": objective.seconds,
+            "message": self.message,
+            "estimator_fingerprint": fingerprint(profile=space.estimator.profile),
+        }
 
 
-def path_bound_s(program: Program, genome: Genome) -> float:
-    """The path bound of one plan straight from its definition: the slow twin of the program, for reading and tests."""
-    space = program.space
-    shapes = [(shape.group, shape.devices) for shape in program.shapes]
-    options = [space.options[k] for k in genome.options]
-    where = [shapes.index((option.group, option.num_devices)) for option in options]
-    p, m = len(options), genome.num_microbatches
-    alone_s = (
-        sum(program.link[a, b] for a, b in itertools.pairwise(where))
-        + program.tail[int(p == 1), genome.options[0], genome.layers[0]]
+class Bounded(NamedTuple):
+    """What the dynamic program proved about one m: least bound; a c and an S that no plan below the best time has."""
+
+    least_s: float
+    infeasible_c: float
+    alone_s: float
+
+
+# -------------------------------------------------------------------------------- the program of one m
+def build(space: Space, m: int, contiguous: bool, best_s: float) -> exact_kernels.Program | None:
+    """The dynamic program of one micro-batch count; None where no option divides the micro-batch.
+
+    Memory counts whatever the ablation switches say. `best_s` scales the levels of blocking.
+    """
+    t, j, L = space.stage_tables, space.num_microbatches.index(m), space.num_layers
+    groups = space.problem.cluster.groups
+
+    def best_placed(table: Floats) -> Floats:
+        """(K, 4, L+1) the least over the ways in which placement may spread an option over nodes."""
+        least = np.array([table[j, rows[rows >= 0]].min(0) for rows in t.row])
+        return np.where(np.isfinite(least), least, INF)
+
+    forward_s, backward_s = best_placed(t.forward_s), best_placed(t.backward_s)
+    tail_s = best_placed(t.sync_s + t.optimizer_s)
+    if t.tied_bytes > 0.0:  # in a pipeline of several stages, first and last reduce the tied embedding's gradient
+        tail_s[:, FIRST] += _least_tied_s(space)
+    usable = [k for k in range(len(space.options)) if forward_s[k, 0, 1] < INF]
+    if not usable:
+        return None
+    shapes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for k in usable:
+        shapes.setdefault(tuple((g, tp * dp) for g, tp, dp in space.options[k].parts), []).append(k)
+    keys, C = list(shapes), len(shapes)
+    member = np.full((C, max(map(len, shapes.values()))), -1, np.int64)
+    for c, key in enumerate(keys):
+        member[c, : len(shapes[key])] = shapes[key]
+    send_s = _least_send_s(space, j, keys, member)
+    blocked_s = t.blocking * send_s
+
+    units = device_units(space)
+    counts = [group.num_devices // unit for group, unit in zip(groups, units, strict=True)]
+    strides = np.array([math.prod(n + 1 for n in counts[:g]) for g in range(len(groups))], np.int64)
+    used = np.arange(math.prod(n + 1 for n in counts))[:, None] // strides % (np.array(counts) + 1)  # (U, G)
+    uses = np.zeros((C, len(groups)), np.int64)
+    for c, key in enumerate(keys):
+        for g, devices in key:
+            uses[c, g] += devices // units[g]
+    bits = 1 << np.arange(len(groups))
+
+    levels = np.zeros(1)
+    if m > 1 and best_s < INF:
+        wanted = [0.0, *(share * best_s / (2 * (m - 1)) for share in LEVELS)]
+        index = np.searchsorted(wanted, np.unique(blocked_s), side="right") - 1
+        levels = np.array([0.0, *(np.unique(blocked_s)[index == i].min() for i in range(1, 4) if (index == i).any())])
+        if _table_bytes(space, C * len(levels), len(used)) > MOST_BYTES:
+            levels = np.zeros(1)
+    level = np.searchsorted(levels, blocked_s, side="right") - 1
+    types: dict[tuple[int, int], int] = {}
+    type_of = np.array(
+        [[types.setdefault((behind, int(level[c, behind])), len(types)) for behind in range(C)] for c in range(C)]
     )
+    busy_s = (forward_s + backward_s)[usable, 0, L]
+    return exact_kernels.Program(
+        m=m,
+        count_index=j,
+        num_layers=L,
+        max_stages=space.max_stages,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        tail_s=tail_s,
+        fits=_memory(space, m),
+        member=member,
+        link_s=2.0 * (1.0 + t.blocking) * send_s,  # both directions, and what they block of both stages
+        blocked_s=blocked_s,
+        delay_s=2.0 * (1.0 - t.blocking) * send_s,
+        level=level.astype(np.int64),
+        levels=levels,
+        type_of=type_of.astype(np.int64),
+        type_shape=np.array([shape for shape, _ in types], np.int64),
+        type_level=np.array([front for _, front in types], np.int64),
+        step=uses @ strides,
+        enough=(used[None] + uses[:, None] <= np.array(counts)).all(2),
+        groups=(uses > 0) @ bits,
+        used_groups=(used > 0) @ bits,
+        contiguous=contiguous,
+        # a stage of n layers takes n times a layer's seconds and some more: per layer, least where it has them all
+        layer_s=float(busy_s.min()) / L * (1 - SLIGHTLY),
+        down_s=float(forward_s[usable, 0, L].min()) / L * (1 - SLIGHTLY),
+    )
+
+
+def path_bound_s(program: exact_kernels.Program, options: Sequence[int], layers: Sequence[int]) -> float:
+    """S + max c of one plan straight from the definition: the slow twin of the program, for reading and tests."""
+    p, m = len(options), program.m
+    shape = [int(np.argwhere((program.member == k).any(1))[0, 0]) for k in options]
+    position = [(FIRST if i == 0 else 0) | (LAST if i == p - 1 else 0) for i in range(p)]
+    busy = [
+        (float(program.forward_s[k, q, n]), float(program.backward_s[k, q, n]))
+        for k, q, n in zip(options, position, layers, strict=True)
+    ]
+    link_s = [float(program.link_s[a, b]) for a, b in itertools.pairwise(shape)]
+    blocked_s = [float(program.levels[program.level[a, b]]) for a, b in itertools.pairwise(shape)]
     largest_c = 0.0
-    for i, (k, n) in enumerate(zip(genome.options, genome.layers, strict=True)):
-        position = (FIRST if i == 0 else 0) | (LAST if i == p - 1 else 0)
-        ahead = min(p - 1 - i, m - 1)
-        busy_s, longer_s = float(program.alone[position][k, n]), float(program.longer[position][k, n])
-        blocked_s = float(program.blocked_s[where[i], where[i + 1]]) if i < p - 1 else 0.0
-        alone_s += busy_s
-        largest_c = max(largest_c, (m - 1 - ahead) * (busy_s + 2 * blocked_s) + ahead * (longer_s + blocked_s))
-    return float(alone_s + largest_c)
+    for i in range(p):
+        s = p - i
+        blocked = sum(blocked_s[max(0, i - 1) : i + 1])
+        f, b = busy[i][0] + blocked, busy[i][1] + blocked
+        ahead = min(s - 1, m - 1)
+        largest_c = max(largest_c, (m - 1 - ahead) * (f + b) + ahead * max(f, b))
+        if m > s:
+            trip_s = sum(map(sum, busy[i:])) + sum(link_s[i:])
+            largest_c = max(largest_c, (m - 1 - s) * (f + b) + trip_s)
+    tail_s = float(program.tail_s[options[0], position[0], layers[0]])
+    return sum(map(sum, busy)) + sum(link_s) + tail_s + largest_c
+
+
+def _memory(space: Space, m: int) -> npt.NDArray[np.int64]:
+    spec = space.spec
+    return Tables(space.problem, spec, space.options, space.estimator, m, memory=True).max_layers
+
+
+def _sides(space: Space, k: int) -> npt.NDArray[np.int64]:
+    rows = space.stage_tables.row[k]
+    return np.unique(space.stage_tables.side[rows[rows >= 0]])
+
+
+def _least_send_s(
+    space: Space, j: int, keys: list[tuple[tuple[int, int], ...]], member: npt.NDArray[np.int64]
+) -> Floats:
+    """(C, C) least seconds of one transfer from the row's shape to the column's behind it, wherever they sit."""
+    t = space.stage_tables
+    sides = [_sides(space, int(members[0])) for members in member]
+    send_s = np.zeros((len(keys), len(keys)))
+    for c, front in enumerate(keys):
+        for d, behind in enumerate(keys):
+            rates = t.send_s[j][np.ix_(sides[c], sides[d])]
+            (g, n), (h, o) = front[0], behind[0]
+            per_node = space.problem.cluster.groups[g].devices_per_node
+            near = len(front) == len(behind) == 1 and g == h and n + o <= per_node
+            send_s[c, d] = rates.min() if near else rates[:, :, 0].min()
+    return send_s
+
+
+def _least_tied_s(space: Space) -> float:
+    """Least seconds that the tied embedding's all-reduce takes between any two stages; 0 beside a single stage."""
+    t = space.stage_tables
+    pairs = np.minimum(t.replicas[:, None], t.replicas[None, :]) * t.tied_bytes
+    rate = t.tied_rate[t.side[:, None], t.side[None, :]]
+    return float((2.0 * (rate[..., 0] + pairs[..., None] / 2.0 / rate[..., 1])).min()) * (1 - SLIGHTLY)
+
+
+def device_units(space: Space) -> list[int]:
+    """Per device group, the devices that are never told apart: the largest number that divides every size there."""
+    sizes: list[list[int]] = [[] for _ in space.num_devices]
+    for option in space.options:
+        for g, tp, dp in option.parts:
+            sizes[g].append(tp * dp)
+    return [math.gcd(*some) if some else n for some, n in zip(sizes, space.num_devices, strict=True)]
+
+
+def _table_bytes(space: Space, types: int, device_states: int) -> int:
+    return (space.max_stages + 1) * (types * 8 + 5) * (space.num_layers + 1) * device_states
+
+
+def _too_large(space: Space) -> str:
+    """One line where the tables would not fit: their size, the time, and device units that would do; else empty."""
+
+    def needs(units: list[int]) -> tuple[int, int]:
+        """(bytes, states) with devices counted in such units."""
+        counts = [n // unit for n, unit in zip(space.num_devices, units, strict=True)]
+        shapes = {tuple((g, tp * dp) for g, tp, dp in option.parts) for option in space.options}
+        shapes = {shape for shape in shapes if all(n % units[g] == 0 for g, n in shape)}
+        states = math.prod(n + 1 for n in counts)
+        return _table_bytes(space, len(shapes), states), len(shapes) * states * space.num_layers * space.max_stages
+
+    units = device_units(space)
+    memory, work = needs(units)
+    if memory <= MOST_BYTES:
+        return ""
+    unit = 1
+    while unit <= max(space.num_devices) and needs([max(unit, own) for own in units])[0] > MOST_BYTES:
+        unit *= 2
+    sizes = [size for size in space.spec.group_sizes if size % unit == 0 and size <= max(space.num_devices)]
+    fewer = "with space.group_sizes=" + str(sizes).replace(" ", "") if sizes else "with larger space.group_sizes"
+    return (
+        f"search=exact: tables for {sum(space.num_devices)} devices would take {memory / 2**30:,.0f} GiB and one of "
+        f"some 20 passes about {work / STATES_PER_S:,.0f} s; {fewer} (device units of {unit}) they take "
+        f"{needs([max(unit, own) for own in units])[0] / 2**30:.1f} GiB. The plan is the baseline heuristic's, the "
+        "bound that of the linear program"
+    )
+
+
+def problem_key(space: Space) -> str:
+    """Short hash of the problem and of the declared space, without the switches that change neither."""
+    import hashlib
+
+    spec = dataclasses.replace(space.spec, memory_aware_init=True, load_balance=True)
+    return hashlib.sha256(repr((space.problem, spec)).encode()).hexdigest()[:16]
+
+
+def warm_up() -> None:
+    """Call every kernel of this module once, on a problem of no size."""
+    from haap_rl.problem.presets import load_problem
+    from haap_rl.search.base import Budget
+
+    problem = load_problem("gpt3_350m", "v100x4_t4x4")
+    spec = SpaceSpec(num_microbatches=(4,), max_stages=2, max_tp=1, group_sizes=(4,), recompute=("none",))
+    objective = Objective(problem, Budget(evaluations=10), spec)
+    proof = Proof(objective, 1000, contiguous=False)
+    proof.bound()
+    proof.close(0.0)

@@ -8,8 +8,8 @@ from deap import base, tools
 from haap_rl.problem.errors import positive_float, positive_int, share
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective, seeded_global_random
-from haap_rl.space import moves
-from haap_rl.space.space import Genome, Space
+from haap_rl.space import kernels, moves
+from haap_rl.space.space import Code, Codes, Genome, Space
 
 
 class Fitness(base.Fitness):
@@ -19,10 +19,11 @@ class Fitness(base.Fitness):
 
 
 class Individual:
-    """A genome with its fitness. A plain class: DEAP's `creator` makes classes that do not survive pickling."""
+    """A row of the space with its fitness; a plain class, for those of DEAP's `creator` do not survive pickling."""
 
-    def __init__(self, genome: Genome) -> None:
-        self.genome, self.fitness = genome, Fitness()
+    def __init__(self, code: Code) -> None:
+        self.code, self.fitness = code, Fitness()
+        self.key = code.tobytes()
 
 
 class GeneticAlgorithm:
@@ -45,34 +46,42 @@ class GeneticAlgorithm:
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space
-        self._edits = moves.edits(space)
-        parents = self._evaluated([space.draw(rng) for _ in range(self.population)], objective)
+        self._edits = kernels.coded(moves.edits(space))
+        parents = self._evaluated(space.draws(rng, self.population), objective)
         with seeded_global_random(rng):
             while True:
                 couples = tools.selTournament(parents, 2 * self.population, self.tournament)
-                genomes = [
-                    self._child(space, couples[2 * i].genome, couples[2 * i + 1].genome, rng)
-                    for i in range(self.population)
-                ]
-                known = {parent.genome for parent in parents}
-                fresh = [genome for genome in dict.fromkeys(genomes) if genome not in known]
-                if not fresh:  # the population has converged: new blood
-                    fresh = [space.draw(rng) for _ in range(self.population)]
-                parents = tools.selBest(parents + self._evaluated(fresh, objective), self.population)
+                children = self._children(space, couples, rng)
+                known = {parent.key for parent in parents}
+                fresh = {child.tobytes(): child for child in children}
+                codes = np.array([child for key, child in fresh.items() if key not in known])
+                if not len(codes):  # the population has converged: new blood
+                    codes = space.draws(rng, self.population)
+                parents = tools.selBest(parents + self._evaluated(codes, objective), self.population)
 
-    def _evaluated(self, genomes: list[Genome], objective: Objective) -> list[Individual]:
-        individuals = [Individual(genome) for genome in genomes]
-        estimates = objective.many([objective.space.plan(genome) for genome in genomes])
-        for individual, estimate in zip(individuals, estimates, strict=True):
-            individual.fitness.values = objective.rank(estimate)
+    def _evaluated(self, codes: Codes, objective: Objective) -> list[Individual]:
+        prices = objective.many(codes)
+        individuals = [Individual(code) for code in codes]
+        for i, individual in enumerate(individuals):
+            individual.fitness.values = prices.rank(i)
         return individuals
 
-    def _child(self, space: Space, mother: Genome, father: Genome, rng: np.random.Generator) -> Genome:
-        crossed = cross(space, mother, father, rng) if rng.random() < self.crossover else None
-        child = mother if crossed is None else crossed
-        for _ in range(max(int(crossed is None), int(rng.poisson(self.mutations)))):
-            child = moves.random_neighbour(space, child, self._edits, rng)
-        return child
+    def _children(self, space: Space, couples: list[Individual], rng: np.random.Generator) -> Codes:
+        """One child per couple: crossed or the mother's copy, then mutated, all of them move by move."""
+        children = np.array([mother.code for mother in couples[::2]])
+        moved = np.maximum(1, rng.poisson(self.mutations, len(children)))
+        for i in np.flatnonzero(rng.random(len(children)) < self.crossover).tolist():
+            mother, father = space.genome_of(couples[2 * i].code), space.genome_of(couples[2 * i + 1].code)
+            crossed = cross(space, mother, father, rng)
+            if crossed is not None:
+                children[i] = space.encode([crossed])[0]
+                moved[i] = rng.poisson(self.mutations)
+        for move in range(int(moved.max(initial=0))):
+            still = np.flatnonzero(moved > move)
+            neighbours = np.empty((len(still), children.shape[1]), np.int64)
+            kernels.random_neighbours(space.neighbourhood, children[still], self._edits, rng, neighbours)
+            children[still] = neighbours
+        return children
 
 
 def cross(space: Space, mother: Genome, father: Genome, rng: np.random.Generator) -> Genome | None:
@@ -89,6 +98,12 @@ def cross(space: Space, mother: Genome, father: Genome, rng: np.random.Generator
     left, repaired = list(space.num_devices), []
     for k in options:
         option = space.options[k]
+        if option.partner is not None:  # on two device groups: kept where both have room, else dropped
+            room = [n - used for n, used in zip(left, option.uses(len(left)), strict=True)]
+            if min(room) >= 0:
+                repaired.append(k)
+                left = room
+            continue
         size, tp = option.num_devices, option.tp
         while size > left[option.group] or (size // tp > 1 and samples % (size // tp)):
             size //= 2

@@ -25,7 +25,7 @@ class Megatron:
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         space = objective.space
         genomes = [genome for m in space.num_microbatches for genome in uniform_genomes(space, m)]
-        objective.many([space.plan(genome) for genome in genomes])
+        objective.many(space.encode(genomes))
 
 
 def uniform_genomes(space: Space, m: int) -> list[Genome]:

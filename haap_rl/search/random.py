@@ -7,10 +7,12 @@ import numpy as np
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
 
+BATCH = 256  # plans priced at a time
+
 
 class RandomSearch:
     """Draws plans that fit and forgets them: the baseline that every other searcher must beat."""
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         while True:
-            objective(objective.space.plan(objective.space.draw(rng)))
+            objective.many(objective.space.draws(rng, BATCH))

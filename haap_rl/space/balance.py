@@ -13,7 +13,7 @@ def water_fill(
 
     Every stage gets one layer; each further one goes to the stage that would then finish its micro-batch first,
     within `caps`: the split that minimises the slowest stage, since a stage's time grows with its layers.
-    fixed_s: what a stage takes besides its layers (embedding, head).
+    fixed_s: what a stage takes besides its layers (embedding, head). Twin: `space.kernels.water_fill`.
     """
     p = len(caps)
     if num_layers < p or min(caps) < 1 or sum(caps) < num_layers:
@@ -24,10 +24,10 @@ def water_fill(
     ]  # (seconds with one layer more, stage)
     heapq.heapify(queue)
     for _ in range(num_layers - p):
-        seconds, i = queue[0]
+        _, i = queue[0]
         layers[i] += 1
         if layers[i] < caps[i]:
-            heapq.heapreplace(queue, (seconds + seconds_per_layer[i], i))
+            heapq.heapreplace(queue, (fixed_s[i] + (layers[i] + 1) * seconds_per_layer[i], i))
         else:
             heapq.heappop(queue)
     return tuple(layers)

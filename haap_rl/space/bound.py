@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost.estimator import Estimator
+from haap_rl.cost.estimator import FIRST, LAST, Estimator
 from haap_rl.cost.profiles import Profile
 from haap_rl.problem.plan import Problem
 from haap_rl.space.initial import Room
-from haap_rl.space.options import FIRST, LAST, Option, SpaceSpec, Tables, stage_options
+from haap_rl.space.options import Option, SpaceSpec, Tables, stage_options
 
 INFEASIBLE = 2  # status of scipy's linprog
 Floats = npt.NDArray[np.float64]
@@ -82,8 +82,7 @@ def _program_s(problem: Problem, options: tuple[Option, ...], tables: Tables, nu
     ahead = np.minimum(place - 1, m - 1)
     leaves_once = (m - 1 - ahead) * alone + ahead * backward
     share = np.array([1.0 / _most_layers(tables, k, s) if u == 1 else 0.0 for k, s, u in columns])
-    devices = np.array([options[k].num_devices for k in option])
-    group = np.array([options[k].group for k in option])
+    uses = np.array([options[k].uses(len(num_devices)) for k in option])
 
     rows: list[Floats] = []  # coefficients of the columns, of T and of S
     limits: list[float] = []
@@ -99,7 +98,7 @@ def _program_s(problem: Problem, options: tuple[Option, ...], tables: Tables, nu
         at_most(0.0, (m * here + (place > s)) * alone, T=-1.0)
         at_most(1.0, here * share)
     for d, available in enumerate(num_devices):
-        weight = (group == d) * devices / available
+        weight = uses[:, d] / available
         at_most(0.0, weight * leaves_once, T=-1.0, S=1.0)
         at_most(0.0, weight * m * alone, T=-1.0)
         at_most(1.0, weight * share)

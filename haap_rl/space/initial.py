@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost.estimator import Estimator
+from haap_rl.cost.estimator import FIRST, LAST, Estimator
 from haap_rl.cost.profiles import Profile
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Problem
 from haap_rl.space.options import (
-    FIRST,
-    LAST,
     SEQUENCE_PARALLEL,
     Option,
     SpaceSpec,
@@ -30,7 +28,7 @@ from haap_rl.space.options import (
 )
 
 MOST_STATES = 300_000  # of "devices left per group", beyond which devices are counted in coarser units
-MOST_COUNTED = 3e10  # multiplications, beyond which plans are not counted: some seconds
+MOST_COUNTED = 2e9  # additions, beyond which plans are not counted: some seconds
 IMPOSSIBLE = -(10**9)
 
 
@@ -46,33 +44,30 @@ class Room:
         unit = 1
         while np.prod([n // unit + 1.0 for n in num_devices]) > MOST_STATES:
             unit *= 2
-        self._unit, self.exact = unit, unit == 1
+        self.unit, self.exact = unit, unit == 1
         shape = tuple(n // unit + 1 for n in num_devices)
-        strides = np.array([int(np.prod(shape[d + 1 :])) for d in range(len(shape))], np.int64)
-        self.group = np.array([option.group for option in options], np.int64)
-        self.devices = np.array([option.num_devices for option in options], np.int64)
-        units_needed = -(-self.devices // unit)
-        self._step = units_needed * strides[self.group]
-        self._units_needed = units_needed
-        self._strides = strides
+        self.strides = np.array([int(np.prod(shape[d + 1 :])) for d in range(len(shape))], np.int64)
+        self.uses = np.array([option.uses(len(shape)) for option in options], np.int64)  # (K, G)
+        self.units = -(-self.uses // unit)
+        self.step = self.units @ self.strides
         self.num_devices = np.array(num_devices, np.int64)
         # room[s, devices left]; s = 0 is not used and S + 1 is "no stage left"
         most = tables.max_stages
         self._room = np.full((most + 2, *shape), IMPOSSIBLE, np.int64)
-        shapes = sorted({(int(g), int(n)) for g, n in zip(self.group, units_needed, strict=True)})
+        shapes = np.unique(self.units, axis=0)
         for s in range(most, 0, -1):
             last = LAST if s == 1 else 0
             room, after = self._room[s], self._room[s + 1]
-            for d, n in shapes:
-                mine = (self.group == d) & (units_needed == n)
+            for uses in shapes:
+                mine = (self.units == uses).all(1)
                 front = int(tables.max_layers[mine, FIRST | last, s].max())
                 inner = int(tables.max_layers[mine, last, s].max())
-                enough, left = device_slices([size - 1 for size in shape], d, n)
+                enough, left = device_slices([size - 1 for size in shape], uses.tolist())
                 if front > 0:
                     room[enough] = np.maximum(room[enough], front)
                 if inner > 0:
                     room[enough] = np.maximum(room[enough], inner + after[left])
-        self._flat = self._room.reshape(most + 2, -1)
+        self.flat = self._room.reshape(most + 2, -1)
 
     @property
     def most_layers(self) -> int:
@@ -91,36 +86,40 @@ class Room:
 
     def after(self, s: int, left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """(K,) most layers of stages s+1, s+2, ... once each option was taken with `left` devices per group."""
-        units_left = left // self._unit
-        index = int(units_left @ self._strides) - self._step
-        enough = units_left[self.group] >= self._units_needed
-        room: npt.NDArray[np.int64] = np.where(enough, self._flat[s + 1][np.where(enough, index, 0)], IMPOSSIBLE)
+        units_left = left // self.unit
+        index = int(units_left @ self.strides) - self.step
+        enough = (units_left >= self.units).all(1)
+        room: npt.NDArray[np.int64] = np.where(enough, self.flat[s + 1][np.where(enough, index, 0)], IMPOSSIBLE)
         return room
 
 
-def draw_options(room: Room, num_layers: int, rng: np.random.Generator) -> tuple[int, ...]:
-    """Options of a random plan that fits, front to back; `room` must allow one.
+def draw_options(room: Room, num_layers: int, numbers: npt.NDArray[np.float64]) -> tuple[int, ...]:
+    """Options of a random plan that fits, front to back; `room` must allow one. Twin: `space.kernels.draw`.
+
+    numbers: uniform random numbers, one for the number of stages and one for each stage that there may be.
 
     The number of stages aimed at is uniform between the least that memory allows and the most; then, from the last
     stage to the first, options are uniform among those with which the plan can still be completed.
     """
     tables = room.tables
-    aim = int(rng.integers(room.min_stages(num_layers), tables.max_stages + 1))
+    least = room.min_stages(num_layers)
+    aim = least + int(numbers[0] * (tables.max_stages + 1 - least))
     left = room.num_devices.copy()
     held, chosen = 0, []
     for s in range(1, tables.max_stages + 1):
         last = LAST if s == 1 else 0
         inner, front = tables.max_layers[:, last, s], tables.max_layers[:, FIRST | last, s]
-        has_devices = left[room.group] >= room.devices
+        has_devices = (left >= room.uses).all(1)
         ends = has_devices & (front > 0) & (held + front >= num_layers)
         goes_on = has_devices & (inner > 0) & (held + inner + room.after(s, left) >= num_layers) & (s < num_layers)
         wanted, other = (ends, goes_on) if s >= aim else (goes_on, ends)
         legal = wanted if wanted.any() else other
-        k = int(rng.choice(np.flatnonzero(legal)))
+        choices = np.flatnonzero(legal)
+        k = int(choices[int(numbers[s] * len(choices))])
         chosen.append(k)
         if legal is ends:
             break
-        left[room.group[k]] -= room.devices[k]
+        left -= room.uses[k]
         held += int(inner[k])
     return tuple(reversed(chosen))
 
@@ -149,8 +148,8 @@ def pruning_report(problem: Problem, spec: SpaceSpec, profile: Profile | None = 
     legal = fitting = 0
     plans: float | None = 0.0
     plans_that_fit: float | None = 0.0
-    kinds = len({(option.group, option.num_devices) for option in options})
-    states = math.prod(n + 1 for n in num_devices) * (problem.model.num_layers + 1) ** 2
+    kinds = len({option.uses(len(num_devices)) for option in options})
+    states = math.prod(n + 1 for n in num_devices) * (problem.model.num_layers + 1)
     if states * kinds * spec.max_stages * 2 * len(spec.num_microbatches) > MOST_COUNTED:
         plans = plans_that_fit = None
     for m in spec.num_microbatches:
@@ -173,30 +172,28 @@ def count_plans(options: Sequence[Option], tables: Tables, num_devices: Sequence
     State: layers placed and devices used per group, stage after stage from the pipeline's end.
     """
     shape = tuple(n + 1 for n in num_devices)
-    kinds: dict[tuple[int, int], list[int]] = {}
+    kinds: dict[tuple[int, ...], list[int]] = {}
     for k, option in enumerate(options):
-        kinds.setdefault((option.group, option.num_devices), []).append(k)
-    counts = np.arange(num_layers + 1)
-    added = counts[:, None] - counts  # layers that lead from a column's total to a row's
+        kinds.setdefault(option.uses(len(num_devices)), []).append(k)
     ways = np.zeros((num_layers + 1, *shape))  # unfinished plans of s - 1 stages
     ways[(0,) * ways.ndim] = 1.0
     total = 0.0
     for s in range(1, tables.max_stages + 1):
         last = LAST if s == 1 else 0
         longer = np.zeros_like(ways)
-        for (d, n), members in kinds.items():
-            after, before = device_slices(num_devices, d, n)
-            room = ways[(slice(None), *before)]
-            for position, finished in ((FIRST | last, True), (last, False)):
-                caps = tables.max_layers[members, position, s]
-                fitting = (counts[None, 1:] <= caps[:, None]).sum(0)  # options that can hold 1, 2, ... layers
-                if finished:  # the layers placed so far plus these are all of them
-                    placed = room[:-1].reshape(num_layers, -1).sum(1)
-                    total += float(placed[::-1] @ fitting)
-                    continue
-                # placed[total] = sum over layers of fitting[layers] x room[total - layers]: a Toeplitz product
-                ways_to_add = np.where(added > 0, np.append(0, fitting)[np.maximum(added, 0)], 0).astype(float)
-                longer[(slice(None), *after)] += np.tensordot(ways_to_add, room, axes=1)
+        # fewer[t] = plans with fewer than t layers: those an option with room for `cap` leads to t from are
+        # fewer[t] - fewer[t - cap]
+        fewer = np.concatenate([np.zeros((1, *shape)), np.cumsum(ways, axis=0)[:-1]])
+        for uses, members in kinds.items():
+            after, before = device_slices(num_devices, uses)
+            room, into = fewer[(slice(None), *before)], longer[(slice(None), *after)]
+            for cap, times in zip(*np.unique(tables.max_layers[members, last, s], return_counts=True), strict=True):
+                if cap > 0:
+                    into[1:] += times * room[1:]
+                    into[cap:] -= times * room[: num_layers + 1 - cap]
+            placed = ways[(slice(None), *before)].reshape(num_layers + 1, -1).sum(1)
+            caps = tables.max_layers[members, FIRST | last, s]
+            total += float(sum(placed[num_layers - cap : num_layers].sum() for cap in caps))  # the layers that are left
         ways = longer
     return total
 
@@ -212,7 +209,7 @@ def no_plan_fits(problem: Problem, spec: SpaceSpec, options: Sequence[Option], e
             for m in spec.num_microbatches
             if problem.global_batch_size % m == 0
             for option in options
-            if option.group == index and problem.global_batch_size // m % option.dp == 0
+            if option.partner is None and option.group == index and problem.global_batch_size // m % option.dp == 0
         ]
         name, has = group.device.name, f"{estimator.usable_bytes(index) / GIB:.2f} GiB usable"
         if needed:

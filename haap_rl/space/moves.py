@@ -1,7 +1,10 @@
 """The neighbour moves of the space: one vocabulary for local search, GA mutation and the environment.
 
 A move changes one thing of a genome; moves that change options give the layers out anew through the balancer. The
-edits of `edits(space)` are a fixed list, so that a policy's action i always means the same.
+edits of `edits(space)` are a fixed list, so that a policy's action i always means the same. The moves of a stage's
+shape pass over a stage on two device groups (an option with a partner).
+
+Twin: `space.kernels`, compiled; tests hold the two equal.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import numpy as np
 from haap_rl.problem.plan import RECOMPUTE_MODES
 from haap_rl.space.options import Option
 from haap_rl.space.space import Genome, Space
+
+TRIES = 64  # random numbers of `random_neighbour`; the last one is for the case that no move tried was legal
 
 
 class Move(NamedTuple):
@@ -99,12 +104,17 @@ def describe(space: Space, genome: Genome, move: Move) -> str:
 
 
 def random_neighbour(space: Space, genome: Genome, moves: tuple[Move, ...], rng: np.random.Generator) -> Genome:
-    """The genome after a move drawn uniformly from the legal ones of `moves`; itself if there is none."""
-    for index in rng.permutation(len(moves)):
-        neighbour = apply(space, genome, moves[index])
+    """The genome after a move drawn uniformly from the legal ones of `moves`; itself if there is none.
+
+    Moves are drawn until one is legal; where that takes too long, from the list of the legal ones.
+    """
+    numbers = rng.random(TRIES)
+    for number in numbers[:-1] if moves else ():
+        neighbour = apply(space, genome, moves[int(number * len(moves))])
         if neighbour is not None:
             return neighbour
-    return genome
+    legal = [neighbour for move in moves if (neighbour := apply(space, genome, move)) is not None]
+    return legal[int(numbers[-1] * len(legal))] if legal else genome
 
 
 def relief(space: Space, genome: Genome, stage: int) -> Iterator[Genome]:
@@ -126,7 +136,7 @@ def relief(space: Space, genome: Genome, stage: int) -> Iterator[Genome]:
     def shapes(others: tuple[int, ...], k: int) -> Iterator[Genome]:
         """The stage on option k's shape, the lightest recomputation first, none heavier than memory asks for."""
         for mode in RECOMPUTE_MODES:
-            heavier = space.option_index.get(space.options[k]._replace(recompute=mode))
+            heavier = with_mode(space, space.options[k], mode)
             if heavier is None:
                 continue
             changed = (*others[:stage], heavier, *others[stage + 1 :])
@@ -141,13 +151,14 @@ def relief(space: Space, genome: Genome, stage: int) -> Iterator[Genome]:
         if option.recompute != space.spec.recompute[0]:
             continue
         yield from shapes(options, k)
-        if space.devices_left((*options[:stage], k, *options[stage + 1 :]))[option.group] < 0:
-            for j in range(p):  # halve another stage of that group to make room
-                other = space.options[options[j]]
-                if j != stage and other.group == option.group:
-                    smaller = _scaled(space, other, 0.5) if other.dp == 1 else _scaled(space, other, 1, 0.5)
-                    if smaller is not None:
-                        yield from shapes((*options[:j], smaller, *options[j + 1 :]), k)
+        left = space.devices_left((*options[:stage], k, *options[stage + 1 :]))
+        short = [group for group, _, _ in option.parts if left[group] < 0]
+        for j in range(p):  # halve another stage of a group that is short of devices
+            other = space.options[options[j]]
+            if j != stage and other.group in short:
+                smaller = half(space, other)
+                if smaller is not None:
+                    yield from shapes((*options[:j], smaller, *options[j + 1 :]), k)
     for j in range(p):
         if j != stage:
             exchanged = list(options)
@@ -184,14 +195,13 @@ def _after(space: Space, genome: Genome, move: Move) -> tuple[int, tuple[int, ..
         return None
     before, option, behind = options[:i], space.options[options[i]], options[i + 1 :]
     if kind == "tp":
-        changed = _scaled(space, option, 2, 0.5) if argument > 0 else _scaled(space, option, 0.5, 2)
+        changed = scaled(space, option, 2, 0.5) if argument > 0 else scaled(space, option, 0.5, 2)
     elif kind == "devices":
-        changed = _scaled(space, option, 1, 2.0 if argument > 0 else 0.5)
+        changed = scaled(space, option, 1, 2.0 if argument > 0 else 0.5)
     elif kind == "recompute":
-        changed = _with_recompute(space, option, argument)
+        changed = with_recompute(space, option, argument)
     elif kind == "group":
-        same = option.group == argument
-        changed = None if same else space.option_index.get(option._replace(group=argument))
+        changed = on_group(space, option, argument)
     else:
         return _restructured(space, genome, move)
     return None if changed is None else (m, (*before, changed, *behind))
@@ -205,61 +215,87 @@ def _restructured(space: Space, genome: Genome, move: Move) -> tuple[int, tuple[
     if kind == "remove":
         return (m, before + behind) if len(options) > 1 else None
     if kind == "split":
-        option = space.options[k]
-        half = _scaled(space, option, 1, 0.5) if option.dp > 1 else _scaled(space, option, 0.5, 1)
-        return None if half is None else (m, (*before, half, half, *behind))
+        smaller = half(space, space.options[k])
+        return None if smaller is None else (m, (*before, smaller, smaller, *behind))
     if kind == "insert":
-        new = _largest_idle(space, m, space.devices_left(options)[argument], argument)
+        new = largest_idle(space, m, space.devices_left(options)[argument], argument)
         return None if new is None else (m, (*before, k, new, *behind))
     if not behind:
         return None
     other, rest = behind[0], behind[1:]
     if kind == "swap":
         return (m, (*before, other, k, *rest)) if other != k else None
-    doubled = _scaled(space, space.options[k], 1, 2) if k == other else None  # merge
+    doubled = scaled(space, space.options[k], 1, 2) if k == other else None  # merge
     larger = k if space.options[k].num_devices >= space.options[other].num_devices else other
     return m, (*before, larger if doubled is None else doubled, *rest)
 
 
-def _scaled(space: Space, option: Option, tp_factor: float, dp_factor: float = 1) -> int | None:
-    """Index of the option with tp and dp multiplied, if the space has it."""
+def _with_microbatches(space: Space, genome: Genome, m: int) -> tuple[int, tuple[int, ...]] | None:
+    """The same stages at another micro-batch count."""
+    if m not in space.num_microbatches:
+        return None
+    options = []
+    for k in genome.options:
+        option = at_count(space, k, m)
+        if option is None:
+            return None
+        options.append(option)
+    return m, tuple(options)
+
+
+# ------------------------------------------------------- options that are like another one: index, or None if not there
+def scaled(space: Space, option: Option, tp_factor: float, dp_factor: float = 1) -> int | None:
+    """The option with tp and dp multiplied."""
     tp, dp = option.tp * tp_factor, option.dp * dp_factor
-    if tp != int(tp) or dp != int(dp):
+    if option.partner is not None or tp != int(tp) or dp != int(dp):
         return None
     return space.option_index.get(option._replace(tp=int(tp), dp=int(dp)))
 
 
-def _with_recompute(space: Space, option: Option, way: int) -> int | None:
+def half(space: Space, option: Option) -> int | None:
+    """The option on half of the devices: of its replicas if it has several."""
+    return scaled(space, option, 1, 0.5) if option.dp > 1 else scaled(space, option, 0.5)
+
+
+def on_group(space: Space, option: Option, group: int) -> int | None:
+    """The same shape on another device group."""
+    if option.partner is not None or option.group == group:
+        return None
+    return space.option_index.get(option._replace(group=group))
+
+
+def with_mode(space: Space, option: Option, mode: str) -> int | None:
+    """The same devices with a mode of recomputation."""
+    return space.option_index.get(option._replace(recompute=mode))
+
+
+def with_recompute(space: Space, option: Option, way: int) -> int | None:
+    """The same devices with the next heavier (1) or lighter (-1) recomputation of the space."""
     allowed = [mode for mode in RECOMPUTE_MODES if mode in space.spec.recompute]
     position = allowed.index(option.recompute) + way  # type: ignore[arg-type]
-    if not 0 <= position < len(allowed):
-        return None
-    return space.option_index.get(option._replace(recompute=allowed[position]))
+    return with_mode(space, option, allowed[position]) if 0 <= position < len(allowed) else None
 
 
-def _largest_idle(space: Space, m: int, idle: int, group: int) -> int | None:
+def at_count(space: Space, k: int, m: int) -> int | None:
+    """Option k at m micro-batches: where its dp does not divide the micro-batch, tp takes its place.
+
+    An option with a partner stays as it is: whether its replicas can share the micro-batch, the tables know.
+    """
+    samples = space.problem.global_batch_size // m
+    while space.options[k].partner is None and samples % space.options[k].dp:
+        smaller = scaled(space, space.options[k], 2, 0.5)
+        if smaller is None:
+            return None
+        k = smaller
+    return k
+
+
+def largest_idle(space: Space, m: int, idle: int, group: int) -> int | None:
     """The option with most devices among `idle` ones of `group`: least tensor parallelism and recomputation first."""
     samples = space.problem.global_batch_size // m
     fitting = [
         (-option.num_devices, option.tp, k)
         for k, option in enumerate(space.options)
-        if option.group == group and option.num_devices <= idle and samples % option.dp == 0
+        if option.partner is None and option.group == group and option.num_devices <= idle and samples % option.dp == 0
     ]
     return min(fitting)[2] if fitting else None
-
-
-def _with_microbatches(space: Space, genome: Genome, m: int) -> tuple[int, tuple[int, ...]] | None:
-    """The same stages at another micro-batch count; where dp no longer divides the micro-batch, tp takes its place."""
-    if m not in space.num_microbatches:
-        return None
-    samples = space.problem.global_batch_size // m
-    options = []
-    for k in genome.options:
-        option: Option = space.options[k]
-        while samples % option.dp:
-            smaller = _scaled(space, option, 2, 0.5)
-            if smaller is None:
-                return None
-            option = space.options[smaller]
-        options.append(space.option_index[option])
-    return m, tuple(options)

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost.estimator import Estimator, UnitKey, stage_units
+from haap_rl.cost.estimator import FIRST, LAST, POSITIONS, Estimator, Kind, UnitKey, stage_units
 from haap_rl.problem.errors import InputError, check_keys, positive_int
 from haap_rl.problem.model import Unit
 from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
 
-FIRST, LAST = 1, 2  # position of a stage in its pipeline, as bits; both for a pipeline of one stage
-POSITIONS = 4
 SEQUENCE_PARALLEL = True  # dominates in memory at equal time, so the space always uses it
 
 
@@ -28,6 +26,7 @@ SEQUENCE_PARALLEL = True  # dominates in memory at equal time, so the space alwa
 class SpaceSpec:
     """The declared space (`conf/space/`): searchers propose, bounds bound and counts count exactly this.
 
+    mixed_stages: whether a stage's replicas may sit on two device groups.
     The last two switches ablate ideas of the paper and change where searchers look, never what is legal or proven.
     """
 
@@ -37,6 +36,7 @@ class SpaceSpec:
     group_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     recompute: tuple[str, ...] = RECOMPUTE_MODES
     zero_stage: int = 1
+    mixed_stages: bool = False
     memory_aware_init: bool = True
     load_balance: bool = True
 
@@ -55,7 +55,7 @@ class SpaceSpec:
         positive_int("space", "max_tp", self.max_tp)
         if type(self.zero_stage) is not int or self.zero_stage not in (0, 1):
             raise InputError(f"space: zero_stage={self.zero_stage!r} is not searched; use 0 or 1")
-        for name in ("memory_aware_init", "load_balance"):
+        for name in ("mixed_stages", "memory_aware_init", "load_balance"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"space: {name}={getattr(self, name)!r} must be true or false")
 
@@ -72,52 +72,107 @@ class SpaceSpec:
         return cls(**values)
 
 
+class Partner(NamedTuple):
+    """The second replica group of a stage on two device groups: dp replicas of tp devices each of `group`."""
+
+    group: int
+    tp: int
+    dp: int
+
+
 class Option(NamedTuple):
-    """How one stage is run: dp replicas of tp devices each of one device group (an index)."""
+    """How one stage is run: dp replicas of tp devices each of one device group (an index).
+
+    partner: further replicas on a second, later device group; the samples of a micro-batch go to the two so that
+    they take as equally long as whole samples allow (`replica_sizes`).
+    """
 
     group: int
     tp: int
     dp: int
     recompute: str
+    partner: Partner | None = None
 
     @property
     def num_devices(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.dp + (self.partner.tp * self.partner.dp if self.partner else 0)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """(group, tp, dp) of each replica group."""
+        own = (self.group, self.tp, self.dp)
+        return (own,) if self.partner is None else (own, tuple(self.partner))  # type: ignore[return-value]
+
+    def uses(self, num_groups: int) -> tuple[int, ...]:
+        """Devices of each device group."""
+        uses = [0] * num_groups
+        for group, tp, dp in self.parts:
+            uses[group] += tp * dp
+        return tuple(uses)
+
+    @property
+    def kind(self) -> Kind:
+        """What the compiled tables know the option by."""
+        return Kind(self.parts, self.recompute)
 
 
 def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
     """Every option of the space that is legal for the problem, whatever its memory, in a fixed order."""
-    options = []
+    shapes = []
     for index, group in enumerate(problem.cluster.groups):
         for size in sorted(spec.group_sizes):
             for tp in range(1, min(size, spec.max_tp, group.devices_per_node) + 1):
                 if size > group.num_devices or size % tp or problem.seq_len % tp or not problem.model.allows_tp(tp):
                     continue
-                options += [Option(index, tp, size // tp, mode) for mode in RECOMPUTE_MODES if mode in spec.recompute]
+                shapes.append((index, tp, size // tp))
+    modes = [mode for mode in RECOMPUTE_MODES if mode in spec.recompute]
+    options = [Option(*shape, mode) for shape in shapes for mode in modes]
+    if spec.mixed_stages:
+        options += [
+            Option(*own, mode, Partner(*other))
+            for own in shapes
+            for other in shapes
+            if own[0] < other[0]
+            for mode in modes
+        ]
     return tuple(options)
 
 
-def possible_nodes(problem: Problem, options: Sequence[Option], option: Option) -> range:
-    """How many nodes the devices of a stage on `option` may touch, whatever the other stages are.
+def replica_sizes(problem: Problem, estimator: Estimator, option: Option, m: int) -> tuple[int, ...] | None:
+    """Micro-batch size of each replica group of an option at m micro-batches; None where none divides it.
 
-    As few as they need where all sizes are powers of two, for placement then keeps them aligned; else one more.
+    On two device groups: of the whole sizes that add up, those with which the slower replica ends a layer first, one
+    micro-batch in flight fitting if it can.
     """
-    group = problem.cluster.groups[option.group]
-    needed = -(-option.num_devices // group.devices_per_node)
-    sizes = [group.devices_per_node, *(other.num_devices for other in options if other.group == option.group)]
-    if all(size & (size - 1) == 0 for size in sizes):
-        return range(needed, needed + 1)
-    return range(needed, min(group.num_nodes, option.num_devices, needed + 1) + 1)
+    samples = problem.global_batch_size // m
+    if option.partner is None:
+        return None if samples % option.dp else (samples // option.dp,)
+    best = None
+    for size in range(1, samples // option.dp + 1):
+        rest = samples - size * option.dp
+        if rest <= 0 or rest % option.partner.dp:
+            continue
+        sizes = (size, rest // option.partner.dp)
+        slowest_s, missing, dp = 0.0, 0, option.dp + option.partner.dp
+        for (group, tp, _), mine in zip(option.parts, sizes, strict=True):
+            time = estimator.unit_time(UnitKey("layer", group, tp, 1, mine, SEQUENCE_PARALLEL))
+            again = {"none": time.backward_s, "selective": time.backward_selective_s}
+            slowest_s = max(slowest_s, time.forward_s + again.get(option.recompute, time.backward_full_s))
+            part = estimator.unit_memory("layer", tp, dp, mine, option.recompute, 1, SEQUENCE_PARALLEL, group)
+            needed = part.weights + part.gradients + part.optimizer + part.activation + part.working
+            missing += max(0, needed - estimator.usable_bytes(group))
+        if best is None or (missing, slowest_s) < best[0]:
+            best = (missing, slowest_s), sizes
+    return None if best is None else best[1]
 
 
-def device_slices(sizes: Sequence[int], group: int, devices: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+def device_slices(sizes: Sequence[int], uses: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Index ranges (with more, with fewer) of a table whose axes count devices per group, 0 to `sizes`.
 
-    table[with more] and table[with fewer] line up entries that differ by `devices` of `group`; empty where the group
-    has fewer.
+    table[with more] and table[with fewer] line up entries that differ by `uses`; empty where a group has fewer.
     """
-    with_more = tuple(slice(devices if d == group else 0, None) for d in range(len(sizes)))
-    with_fewer = tuple(slice(max(0, n + 1 - devices) if d == group else None) for d, n in enumerate(sizes))
+    with_more = tuple(slice(devices, None) for devices in uses)
+    with_fewer = tuple(slice(max(0, n + 1 - devices)) for n, devices in zip(sizes, uses, strict=True))
     return with_more, with_fewer
 
 
@@ -125,7 +180,8 @@ class Tables:
     """Time and memory of every option at one number of micro-batches m; K options, S = most stages, L layers.
 
     forward_s, backward_s   (K, 3) seconds per micro-batch of one embedding, layer, head; inf where the micro-batch
-                            cannot be divided among the option's replicas
+                            cannot be divided among the option's replicas. Of two replica groups, those of the one
+                            whose layers are slower: a stage takes at least as long
     max_layers              (K, 4, S+1) most layers that fit at a position (FIRST and LAST bits) when the stage is
                             s-th from the end, which holds min(s, m) micro-batches in flight; 0 = does not fit
     """
@@ -134,28 +190,30 @@ class Tables:
         self, problem: Problem, spec: SpaceSpec, options: Sequence[Option], estimator: Estimator, m: int, memory: bool
     ) -> None:
         self.num_microbatches = m
-        self.samples = problem.global_batch_size // m
         self.max_stages = min(spec.max_stages, problem.model.num_layers)
-        num_layers = problem.model.num_layers
         self.forward_s = np.full((len(options), 3), np.inf)
         self.backward_s = np.full((len(options), 3), np.inf)
         self.max_layers: npt.NDArray[np.int64] = np.zeros((len(options), POSITIONS, self.max_stages + 1), np.int64)
+        in_flight = np.minimum(np.arange(1, self.max_stages + 1), m)
         for k, option in enumerate(options):
-            if self.samples % option.dp:
+            sizes = replica_sizes(problem, estimator, option, m)
+            if sizes is None:
                 continue
-            for column, unit in enumerate(_UNITS):
-                key = UnitKey(unit, option.group, option.tp, 1, self.samples // option.dp, SEQUENCE_PARALLEL)
-                time = estimator.unit_time(key)
-                again = {"none": time.backward_s, "selective": time.backward_selective_s}
-                self.forward_s[k, column] = time.forward_s
-                self.backward_s[k, column] = time.backward_s
-                if unit == "layer":
-                    self.backward_s[k, column] = again.get(option.recompute, time.backward_full_s)
-            self.max_layers[k, :, 1:] = (
-                _max_layers(problem, spec, option, self.samples, estimator, self.max_stages, m)
-                if memory
-                else num_layers
-            )
+            most = np.full((POSITIONS, self.max_stages), problem.model.num_layers)
+            slowest_s = 0.0
+            for (group, tp, _), size in zip(option.parts, sizes, strict=True):
+                times = []
+                for unit in _UNITS:
+                    time = estimator.unit_time(UnitKey(unit, group, tp, 1, size, SEQUENCE_PARALLEL))
+                    again = {"none": time.backward_s, "selective": time.backward_selective_s}
+                    again_s = again.get(option.recompute, time.backward_full_s) if unit == "layer" else time.backward_s
+                    times.append((time.forward_s, again_s))
+                if sum(times[1]) > slowest_s:
+                    slowest_s = sum(times[1])
+                    self.forward_s[k], self.backward_s[k] = np.array(times).T
+                if memory:
+                    most = np.minimum(most, _max_layers(problem, spec, option, (group, tp, size), estimator, in_flight))
+            self.max_layers[k, :, 1:] = most
         self.layer_s: list[float] = (self.forward_s + self.backward_s)[:, 1].tolist()
         self.embedding_s: list[float] = (self.forward_s + self.backward_s)[:, 0].tolist()
         self.head_s: list[float] = (self.forward_s + self.backward_s)[:, 2].tolist()
@@ -177,31 +235,32 @@ _UNITS: tuple[Unit, ...] = ("embedding", "layer", "head")
 
 
 def _max_layers(
-    problem: Problem, spec: SpaceSpec, option: Option, samples: int, estimator: Estimator, max_stages: int, m: int
-) -> list[list[int]]:
-    """[position][s - 1] most layers that fit in the stage s-th from the end, between 0 and all of them."""
+    problem: Problem,
+    spec: SpaceSpec,
+    option: Option,
+    replica: tuple[int, int, int],
+    estimator: Estimator,
+    in_flight: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """(4, S) most layers that fit on a replica (group, tp, samples) by position and place, between 0 and all."""
+    group, tp, size = replica
+    dp = sum(part[2] for part in option.parts)
 
     def unit(name: Unit) -> tuple[int, int, int]:
         """(bytes once, bytes per micro-batch in flight, working bytes) of one unit."""
         mode = option.recompute if name == "layer" else "none"
-        size = samples // option.dp
-        zero, group = spec.zero_stage, option.group
-        part = estimator.unit_memory(name, option.tp, option.dp, size, mode, zero, SEQUENCE_PARALLEL, group)
+        part = estimator.unit_memory(name, tp, dp, size, mode, spec.zero_stage, SEQUENCE_PARALLEL, group)
         return part.weights + part.gradients + part.optimizer, part.activation, part.working
 
     state, activation, layer_working = unit("layer")
-    usable = estimator.usable_bytes(option.group)
-    most = []
+    usable = estimator.usable_bytes(group)
+    most = np.zeros((POSITIONS, len(in_flight)), np.int64)
     for position in range(POSITIONS):
         ends = stage_units(bool(position & FIRST), bool(position & LAST), 0, problem.model.tied_embeddings)
         others = [unit(name) for name in ends]
         once = sum(other[0] for other in others)
         per_microbatch = sum(other[1] for other in others)
-        working = max([layer_working, *(other[2] for other in others)])
-        here = []
-        for s in range(1, max_stages + 1):
-            in_flight = min(s, m)
-            free = usable - once - in_flight * per_microbatch - working
-            here.append(min(max(0, free // (state + in_flight * activation)), problem.model.num_layers))
-        most.append(here)
+        logits = others[-1][2] if position & LAST else 0
+        free = usable - once - in_flight * per_microbatch - max(layer_working, logits)
+        most[position] = np.clip(free // (state + in_flight * activation), 0, problem.model.num_layers)
     return most

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import Plan, Problem, Recompute, RecomputeMode, ReplicaGroup, Stage
 from haap_rl.space.balance import even_split, water_fill
 from haap_rl.space.initial import Room, draw_options, no_plan_fits
-from haap_rl.space.options import SEQUENCE_PARALLEL, Option, SpaceSpec, Tables, stage_options
+from haap_rl.space.options import SEQUENCE_PARALLEL, Option, Partner, SpaceSpec, Tables, replica_sizes, stage_options
+
+if TYPE_CHECKING:
+    from haap_rl.cost.stage_tables import StageTables
+    from haap_rl.space.kernels import Neighbourhood
 
 
 class Genome(NamedTuple):
@@ -21,6 +27,10 @@ class Genome(NamedTuple):
     num_microbatches: int
     options: tuple[int, ...]
     layers: tuple[int, ...]
+
+
+Code = npt.NDArray[np.int64]  # a genome as a row of whole numbers, as `cost.kernels` and `space.kernels` take it
+Codes = npt.NDArray[np.int64]  # some of them, (N, 2 + 2 S)
 
 
 class Space:
@@ -51,6 +61,7 @@ class Space:
         self._tables: dict[int, Tables] = {}
         self._rooms: dict[int, Room] = {}
         self._stages: dict[tuple[int, int, int, int], Stage] = {}
+        self._sizes: dict[tuple[int, int], tuple[int, ...] | None] = {}
 
     def tables(self, m: int) -> Tables:
         """Time and memory of the options at `m` micro-batches; memory is ignored where the ablation says so."""
@@ -67,6 +78,30 @@ class Space:
         return self._rooms[m]
 
     @cached_property
+    def stage_tables(self) -> StageTables:
+        """The compiled face of the estimator: seconds and bytes of every option, for kernels."""
+        from haap_rl.cost import stage_tables  # numba is imported where it is used
+
+        kinds = [option.kind for option in self.options]
+        index = {kind: k for k, kind in enumerate(kinds)}
+        return stage_tables.build(
+            self.estimator,
+            self.num_microbatches,
+            kinds,
+            lambda kind, m: self.sizes(m, index[kind]),
+            self.max_stages,
+            self.spec.zero_stage,
+            SEQUENCE_PARALLEL,
+        )
+
+    @cached_property
+    def neighbourhood(self) -> Neighbourhood:
+        """The compiled face of draws, moves and relief; the space's own, so not for two threads at once."""
+        from haap_rl.space import kernels
+
+        return kernels.build(self)
+
+    @cached_property
     def feasible_microbatches(self) -> tuple[int, ...]:
         """The micro-batch counts at which some plan of the space fits (all of them if memory is ignored)."""
         return tuple(m for m in self.num_microbatches if self.room(m).most_layers >= self.num_layers)
@@ -76,11 +111,22 @@ class Space:
         """A random genome by memory-aware initialisation. Raises InputError, saying why, if no plan fits."""
         if not self.feasible_microbatches:
             raise InputError(no_plan_fits(self.problem, self.spec, self.options, self.estimator))
-        m = int(rng.choice(self.feasible_microbatches))
-        genome = self.decode(m, draw_options(self.room(m), self.num_layers, rng))
+        first, *numbers = rng.random(2 + self.max_stages)
+        m = self.feasible_microbatches[int(first * len(self.feasible_microbatches))]
+        genome = self.decode(m, draw_options(self.room(m), self.num_layers, np.array(numbers)))
         if genome is None:
             raise AssertionError("memory-aware initialisation drew a stage sequence that cannot hold the layers")
         return genome
+
+    def draws(self, rng: np.random.Generator, count: int) -> Codes:
+        """`count` draws as rows, compiled: the same plans from the same generator as `draw` gives one by one."""
+        from haap_rl.space import kernels
+
+        if not self.feasible_microbatches:
+            raise InputError(no_plan_fits(self.problem, self.spec, self.options, self.estimator))
+        codes = np.zeros((count, 2 + 2 * self.max_stages), np.int64)
+        kernels.draw(self.neighbourhood, rng, codes)
+        return codes
 
     def decode(self, m: int, options: tuple[int, ...]) -> Genome | None:
         """The genome with these options and balanced layers, or None if the layers do not fit in them.
@@ -109,9 +155,31 @@ class Space:
         """Devices of each group that the options leave idle; negative where they use too many."""
         left = list(self.num_devices)
         for k in options:
-            option = self.options[k]
-            left[option.group] -= option.tp * option.dp
+            for group, tp, dp in self.options[k].parts:
+                left[group] -= tp * dp
         return left
+
+    def sizes(self, m: int, k: int) -> tuple[int, ...] | None:
+        """Micro-batch size of each replica group of option k at `m` micro-batches; None where none divides it."""
+        if (m, k) not in self._sizes:
+            self._sizes[m, k] = replica_sizes(self.problem, self.estimator, self.options[k], m)
+        return self._sizes[m, k]
+
+    def encode(self, genomes: Sequence[Genome]) -> Codes:
+        """(N, 2 + 2 S) the genomes as rows: micro-batch index, stages p, S options, S layers; zeros behind the p-th."""
+        stages = self.max_stages
+        codes = np.zeros((len(genomes), 2 + 2 * stages), np.int64)
+        for code, (m, options, layers) in zip(codes, genomes, strict=True):
+            p = len(options)
+            code[:2] = self.num_microbatches.index(m), p
+            code[2 : 2 + p], code[2 + stages : 2 + stages + p] = options, layers
+        return codes
+
+    def genome_of(self, code: Code) -> Genome:
+        """The genome of a row."""
+        index, p, *rest = code.tolist()
+        stages = self.max_stages
+        return Genome(self.num_microbatches[index], tuple(rest[:p]), tuple(rest[stages : stages + p]))
 
     # ----------------------------------------------------------------------------------- plans
     def plan(self, genome: Genome) -> Plan:
@@ -133,10 +201,16 @@ class Space:
         if stage is None:
             option = self.options[k]
             mode: RecomputeMode = option.recompute  # type: ignore[assignment]
-            size = self.problem.global_batch_size // m // option.dp
+            sizes = self.sizes(m, k)
+            if sizes is None:
+                raise AssertionError(f"option {option} cannot divide a micro-batch at {m} micro-batches")
+            groups = self.problem.cluster.groups
             stage = self._stages[key] = Stage(
                 layers + other_units,
-                (ReplicaGroup(self.problem.cluster.groups[option.group].name, option.tp, option.dp, size),),
+                tuple(
+                    ReplicaGroup(groups[group].name, tp, dp, size)
+                    for (group, tp, dp), size in zip(option.parts, sizes, strict=True)
+                ),
                 Recompute(mode, 0 if mode == "none" else layers),
             )
         return stage
@@ -153,16 +227,20 @@ class Space:
         last = len(plan.stages) - 1
         for i, stage in enumerate(plan.stages):
             where = f"space: stage {i} of the plan"
-            if len(stage.replicas) != 1:
+            if len(stage.replicas) > 1 + self.spec.mixed_stages:
                 raise InputError(f"{where} mixes device groups; this space keeps a stage on one")
-            replica = stage.replicas[0]
+            replica, *others = stage.replicas
             count = stage.num_units - (i == 0) - (i == last)
             if stage.recompute.num_layers not in (0, count):
                 raise InputError(f"{where} recomputes some of its layers; this space recomputes all or none")
-            group = self.problem.cluster.index(replica.group)
-            option = Option(group, replica.tp, replica.dp, stage.recompute.mode)
+            index = self.problem.cluster.index
+            partner = Partner(index(others[0].group), others[0].tp, others[0].dp) if others else None
+            option = Option(index(replica.group), replica.tp, replica.dp, stage.recompute.mode, partner)
             if option not in self.option_index or count < 1:
                 raise InputError(f"{where} ({option}, {count} layers) is not an option of this space; widen space")
+            sizes = tuple(part.microbatch_size for part in stage.replicas)
+            if sizes != self.sizes(plan.num_microbatches, self.option_index[option]):
+                raise InputError(f"{where} gives its replica groups {sizes} samples; this space gives them others")
             options.append(self.option_index[option])
             layers.append(count)
         return Genome(plan.num_microbatches, tuple(options), tuple(layers))

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from haap_rl.cost.estimate import Estimate
 from haap_rl.problem.errors import InputError, check_keys
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective, SearchResult
@@ -31,8 +30,8 @@ class Tracker:
     def start(self) -> None:
         """The search is about to begin; its clock does not run yet."""
 
-    def progress(self, objective: Objective, estimate: Estimate) -> None:
-        """One more evaluation."""
+    def progress(self, objective: Objective) -> None:
+        """Some more evaluations, or some more time."""
 
     def log(self, objective: Objective, values: Mapping[str, float]) -> None:
         """Figures of the searcher's own."""

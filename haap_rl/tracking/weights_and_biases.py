@@ -92,10 +92,10 @@ class WandbTracker(Tracker):
             if self._run is not None:
                 return
 
-    def progress(self, objective: Objective, estimate: Estimate) -> None:
+    def progress(self, objective: Objective) -> None:
         if not self._follows:
             return
-        share = _budget_used(objective)
+        share = objective.used
         if len(objective.trace) == self._improvements and share < self._next_point:
             return
         self._improvements = len(objective.trace)
@@ -242,17 +242,6 @@ def _search_figures(point: TracePoint, lower_bound_s: float) -> dict[str, float]
         if lower_bound_s > 0:
             figures["search/gap_to_lower_bound"] = point.best_iteration_time_s / lower_bound_s - 1
     return figures
-
-
-def _budget_used(objective: Objective) -> float:
-    """Share of the budget that is spent, by whichever of its limits is nearer."""
-    budget = objective.budget
-    if budget is None:
-        return 0.0
-    return max(
-        objective.evaluations / budget.evaluations if budget.evaluations is not None else 0.0,
-        objective.seconds / budget.seconds if budget.seconds is not None else 0.0,
-    )
 
 
 def _is_logged_in(settings: Any) -> bool:

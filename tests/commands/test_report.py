@@ -66,7 +66,8 @@ def test_compare_writes_every_file_and_goes_on_where_it_stopped(tmp_path, capsys
             continue
         assert row["interval_95_s"][0] <= row["mean_iteration_time_s"] <= row["interval_95_s"][1]
         assert row["best_s"] >= summary["lower_bound_s"]
-        assert 0 < row["operator_latencies_avoided_against_once_per_plan"] < 1
+        assert 0 <= row["operator_latencies_avoided_against_once_per_plan"] < 1  # so few plans: tables cost more
+        assert 0 < row["operator_latencies_avoided_against_no_memo"] < 1
     assert set(summary["welch_one_sided_p"]) == {
         "autohaap better than random", "ga better than random", "ppo better than legal_moves", "ppo better than random",
     }  # fmt: skip

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from haap_rl.cost.estimator import Estimator
+from haap_rl.problem.plan import RECOMPUTE_MODES
 from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import Budget, BudgetExhausted, Objective
+from haap_rl.space import moves
 from haap_rl.space.options import SpaceSpec
+from tests.builders import group, problem, room
 
 ID = "haap_envs:haap_rl/Partition-v0"
 
@@ -99,9 +103,121 @@ def test_masks_agree_with_what_a_step_does():
             assert (probe.genome != genome) == (mask[action] and action != len(mask) - 1)
 
 
-def test_something_is_legal_even_where_no_move_is():
-    from tests.builders import group, problem
+SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
 
+
+def three_groups():
+    groups = [
+        group("fast", per_node=4, memory_gb=room(3.0)),
+        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
+        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
+    ]
+    return problem(groups, {"num_layers": 7, "tied_embeddings": True}, global_batch_size=16, seq_len=1024)
+
+
+def six_and_ten():
+    """Nodes of 6 and of 10 devices, which stages of 3 and of 5 straddle."""
+    groups = [
+        group("six", nodes=2, per_node=6, memory_gb=room(2.4)),
+        group("ten", per_node=10, memory_gb=room(1.6), tflops=50.0),
+    ]
+    return problem(groups, {"num_layers": 9, "heads": 30, "kv_heads": 30}, global_batch_size=60, seq_len=1020)
+
+
+ODD = {"num_microbatches": (3, 5, 6, 10, 12), "max_stages": 6, "max_tp": 6, "group_sizes": (1, 2, 3, 5, 6, 10)}
+SPACES = {
+    "default": (load_problem, SpaceSpec()),
+    "three groups": (three_groups, SpaceSpec(**SMALL)),
+    "mixed stages": (three_groups, SpaceSpec(**SMALL, mixed_stages=True)),
+    "straddled nodes": (six_and_ten, SpaceSpec(**ODD)),
+    "memory ignored": (three_groups, SpaceSpec(**SMALL, memory_aware_init=False)),
+}
+
+
+def readable_observation(environment, estimate, first_s, moves_left):
+    """The observation as its docstring says, number by number."""
+    space, genome = environment.space, environment.genome
+    m, options, layers = genome
+    caps = space.tables(m).caps(options)
+    values = []
+    for i in range(space.max_stages):
+        if i >= len(options):
+            values += [0.0] * (10 + len(space.num_devices))
+            continue
+        option, stage = space.options[options[i]], estimate.stages[i]
+        values += [
+            1.0,
+            layers[i] / space.num_layers,
+            stage.busy_s / max(stage.busy_s for stage in estimate.stages),
+            max(part.needed_bytes / part.capacity_bytes for part in estimate.memory[i]),
+            math.log2(option.tp) / 4,
+            math.log2(option.dp) / 8,
+            RECOMPUTE_MODES.index(option.recompute) / 2,
+            (stage.tensor_parallel_s + stage.blocked_s) / stage.busy_s,
+            stage.gradient_sync_s / estimate.iteration_s,
+            layers[i] / max(caps[i], 1),
+            *(float(g in [index for index, _, _ in option.parts]) for g in range(len(space.num_devices))),
+        ]
+    values += [len(options) / space.max_stages, math.log2(m) / 12, estimate.bubble, estimate.balance, moves_left]
+    values.append(0.5 + 0.5 * math.tanh(math.log(estimate.iteration_s / first_s)))
+    idle = space.devices_left(options)
+    values += [left / there for left, there in zip(idle, space.num_devices, strict=True)]
+    return np.array(values, np.float32).clip(0.0, 1.0)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("name", SPACES)
+def test_an_episode_is_what_the_readable_estimator_and_moves_say(name, cached):
+    make_problem, spec = SPACES[name]
+    target = make_problem()
+    objective = Objective(target, space=spec, cached=cached)
+    environment = make(objective=objective, max_moves=20).unwrapped
+    space, price = environment.space, Estimator(target)
+    rng = np.random.default_rng(2)
+    mixed = 0
+    for seed in range(3):
+        observation, info = environment.reset(seed=seed)
+        estimate = price(space.plan(environment.genome))
+        first_s = estimate.iteration_s
+        for moves_left in range(20, -1, -1):
+            assert info == {"iteration_time_s": estimate.iteration_s, "fits": estimate.fits}
+            expected = readable_observation(environment, estimate, first_s, moves_left / 20)
+            np.testing.assert_allclose(observation, expected, rtol=0, atol=1e-6)
+            mask = environment.action_masks()
+            assert mask[:-1].tolist() == [moves.is_legal(space, environment.genome, move) for move in environment.moves]
+            if moves_left:
+                action = int(rng.choice(np.flatnonzero(mask)))
+                after = moves.apply(space, environment.genome, environment.moves[action])
+                observation, reward, _, _, info = environment.step(action)
+                assert environment.genome == after
+                before, estimate = estimate, price(space.plan(after))
+                assert reward == before.energy - estimate.energy
+                mixed += any(space.options[k].partner is not None for k in after.options)
+    assert (mixed > 0) == (name == "mixed stages")
+    assert objective.evaluations == 63
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_a_compiled_explanation_is_the_readable_one(name):
+    make_problem, spec = SPACES[name]
+    target = make_problem()
+    compiled, readable = (Objective(target, space=spec, cached=cached) for cached in (True, False))
+    for code in compiled.space.draws(np.random.default_rng(5), 40 if name != "default" else 10):
+        found, expected = compiled.explain(code), readable.explain(code)
+        for values, others in zip(found.prices, expected.prices, strict=True):
+            assert values.tolist() == others.tolist()
+        assert (found.iteration_s, found.fits, found.energy) == (expected.iteration_s, expected.fits, expected.energy)
+        for values, others in zip(found[1:], expected[1:], strict=True):
+            np.testing.assert_allclose(values, others, rtol=1e-12, atol=1e-15)
+    assert compiled.evaluations == readable.evaluations
+    assert compiled.best_rank == readable.best_rank
+    counted = [(point.evaluations, point.best_iteration_time_s) for point in compiled.trace]
+    assert counted == [(point.evaluations, point.best_iteration_time_s) for point in readable.trace]
+    for counter in ("operators_requested", "operators_distinct"):
+        assert getattr(compiled.estimator, counter) == getattr(readable.estimator, counter)
+
+
+def test_something_is_legal_even_where_no_move_is():
     lonely = problem((group("one", per_node=1, memory_gb=40.0),), {"num_layers": 1})
     spec = SpaceSpec(num_microbatches=(8,), max_stages=1, max_tp=1, group_sizes=(1,), recompute=("none",))
     environment = make(problem=lonely, space=spec)

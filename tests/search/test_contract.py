@@ -248,21 +248,40 @@ def test_what_a_searcher_logs_and_makes_is_handed_on_however_it_ends():
     assert started == [1]
 
 
-def test_objective_counts_what_ifs_and_progress_sees_each():
+def test_objective_counts_what_ifs_and_progress_sees_each_batch():
     seen = []
     objective = Objective(
-        small(), Budget(evaluations=3), SPEC, on_progress=lambda o, e: seen.append((o.evaluations, e.iteration_s))
+        small(),
+        Budget(evaluations=4),
+        SPEC,
+        on_progress=lambda o: seen.append((o.evaluations, len(o.last.iteration_s))),
     )
-    plan = objective.space.plan(objective.space.draw(np.random.default_rng(0)))
-    assert objective.remaining == 3
-    estimates = objective.many([plan, plan])
-    assert estimates[0] == estimates[1] == objective.best[1]
-    assert objective.remaining == 1
-    objective(plan)
+    codes = np.repeat(objective.space.draws(np.random.default_rng(0), 1), 3, axis=0)
+    plan = objective.space.plan(objective.space.genome_of(codes[0]))
+    assert objective.remaining == 4
+    prices = objective.many(codes[:2])
+    assert prices.rank(0) == prices.rank(1) == objective.best[1].rank
+    assert objective.remaining == 2
+    assert objective(plan).rank == prices.rank(0)
+    with pytest.raises(BudgetExhausted):  # after the one that the budget still gives
+        objective.many(codes)
     with pytest.raises(BudgetExhausted):
         objective(plan)
-    assert [count for count, _ in seen] == [1, 2, 3]
+    assert seen == [(2, 2), (3, 1), (4, 1)]
     assert Objective(small()).remaining is None
+
+
+def test_a_limit_spares_the_end_of_plans_that_cannot_be_better_and_counts_them():
+    objective = Objective(small(), space=SPEC)
+    codes = objective.space.draws(np.random.default_rng(0), 50)
+    exact = objective.many(codes).iteration_s
+    limit_s = float(np.median(exact))
+    limited = objective.many(codes, limit_s).iteration_s
+    assert objective.evaluations == 100
+    assert (limited <= exact).all()
+    assert (limited[exact < limit_s] == exact[exact < limit_s]).all()
+    assert (limited[limited != exact] >= limit_s).all()
+    assert (limited != exact).any()
 
 
 @pytest.mark.parametrize("values", [{}, {"evaluations": 0}, {"seconds": math.nan}, {"evaluations": 1.5}])

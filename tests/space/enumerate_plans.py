@@ -18,8 +18,7 @@ def every_plan(space):
     for m in space.num_microbatches:
         for p in range(1, space.max_stages + 1):
             for options in itertools.product(range(len(space.options)), repeat=p):
-                samples = space.problem.global_batch_size // m
-                if any(samples % space.options[k].dp for k in options) or min(space.devices_left(options)) < 0:
+                if any(space.sizes(m, k) is None for k in options) or min(space.devices_left(options)) < 0:
                     continue
                 for layers in compositions(space.num_layers, p):
                     genome = Genome(m, options, layers)
