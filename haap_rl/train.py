@@ -5,16 +5,29 @@ Reading order of the package: this file, problem/plan.py, cost/estimator.py, sea
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from haap_rl import configs
 from haap_rl.problem.errors import InputError, check_keys
-from haap_rl.problem.presets import names
+from haap_rl.problem.presets import names, preset
 
-KEYS = ("model", "cluster", "budget", "space", "estimator", "search", "problem", "tracking", "seed", "out")
+KEYS = (
+    "model",
+    "cluster",
+    "budget",
+    "space",
+    "estimator",
+    "search",
+    "problem",
+    "tracking",
+    "certificate",
+    "seed",
+    "out",
+)
 
 
 def train(config: dict[str, Any], directory: Path) -> int:
@@ -30,6 +43,8 @@ def train(config: dict[str, Any], directory: Path) -> int:
     from haap_rl.report.progress import SearchProgress
     from haap_rl.report.tables import plan_table, summary_lines
     from haap_rl.search.base import Budget, Objective, load_searcher, run_search
+    from haap_rl.search.certificate import load_certificate
+    from haap_rl.space.bound import lower_bound
     from haap_rl.space.options import SpaceSpec
     from haap_rl.tracking import tracker_from_config, write_record
 
@@ -45,6 +60,10 @@ def train(config: dict[str, Any], directory: Path) -> int:
     cached, profile = profile_from_config(config["estimator"])
     parameters = dict(config["search"])
     searcher = load_searcher(parameters.pop("name"), parameters)
+    certificate = None
+    if config["certificate"] is not None:
+        certificate = load_certificate(config["certificate"], problem, spec, remake_command(config), profile)
+    proven_s = 0.0 if certificate is None else certificate.lower_bound_s
     tracker = tracker_from_config(config, directory)
 
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -56,10 +75,22 @@ def train(config: dict[str, Any], directory: Path) -> int:
                 tracker.progress(objective)
 
             result = run_search(
-                searcher, problem, budget, seed, spec, on_progress, cached, tracker.log, tracker.start, profile
+                searcher,
+                problem,
+                budget,
+                seed,
+                spec,
+                on_progress,
+                cached,
+                tracker.log,
+                tracker.start,
+                profile,
+                proven_s,
             )
         if result.stopped_by == "infeasible":
             raise InputError(result.reason)
+        if certificate is not None:
+            result = certificate.beside(result, lower_bound(problem, spec, profile).seconds)
         write_record(directory, config, problem, result)
         tracker.finish(problem, result)
     if result.plan is not None and result.estimate is not None:
@@ -70,6 +101,34 @@ def train(config: dict[str, Any], directory: Path) -> int:
     if result.stopped_by == "interrupted":
         return 130
     return 0 if result.plan is not None else 1
+
+
+def remake_command(config: Mapping[str, Any]) -> str:
+    """The command that makes the certificate of a run's problem, space and profile."""
+    from haap_rl.search.certificate import ABLATIONS
+
+    words, settings = ["python -m haap_rl.train +search=exact"], []
+    for group in ("model", "cluster"):
+        name = config[group].get("name")
+        if name in names(group) and preset(group, name) == config[group]:
+            words.append(f"{group}={name}")
+        else:
+            settings.append(group)
+    for group in ("problem", "space", "estimator"):
+        default = preset(group, "default")
+        for key, value in config[group].items():
+            if value != default.get(key) and key not in (*ABLATIONS, "cached"):
+                words.append(_override(f"{group}.{key}", value))
+    return " ".join(words) + (f" and this run's {' and '.join(settings)} settings" if settings else "")
+
+
+def _override(key: str, value: object) -> str:
+    """`key=value` as the command line takes it."""
+    if isinstance(value, list):
+        text = "[" + ",".join(map(str, value)) + "]"
+    else:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return shlex.quote(f"{key}={text}")
 
 
 def _seed(value: object) -> int:

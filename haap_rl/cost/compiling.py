@@ -38,8 +38,9 @@ def cache_folder() -> Path | None:
     folder = base / "haap_rl" / f"numba-{numba.__version__}-{digest.hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("a"):
-            return folder
+        with (folder / "lock").open("a") as lock, contextlib.suppress(BlockingIOError):  # held: there are locks
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return folder
     except (OSError, RuntimeError):
         return None
 
@@ -69,6 +70,14 @@ def jit(function: Function) -> Function:
     return compiled
 
 
+def jit_inlined(function: Function) -> Function:
+    """`jit` for a small kernel in inner loops: a table is hundreds of words to hand over, so its code goes there."""
+    compiled = jit(function)
+    if hasattr(compiled, "targetoptions"):
+        compiled.targetoptions["forceinline"] = True
+    return compiled
+
+
 def machine_code(module: types.ModuleType) -> dict[str, Callable[..., Any]]:
     """The functions that `module` defines, as machine code that calls each other's machine code."""
     namespace = dict(vars(module))
@@ -93,9 +102,11 @@ def ready(name: str, first_calls: Callable[[], object], announce: Callable[[str]
         return
     _ready.add(name)
     folder = cache_folder()
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return  # there is nothing to compile
     done = None if folder is None else folder / f"{name}.done"
     with _locked(folder):
-        if (done is None or not done.exists()) and not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        if done is None or not done.exists():
             kept = "for this run" if done is None else "once for this machine"
             line = f"haap_rl: compiling the {name} kernels {kept} (less than a minute)"
             (announce or (lambda text: print(text, file=sys.stderr, flush=True)))(line)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from haap_rl.cost import comm
-from haap_rl.cost.compiling import jit, machine_code
+from haap_rl.cost.compiling import jit, jit_inlined, machine_code
 from haap_rl.cost.estimator import FIRST, LAST
 from haap_rl.cost.stage_tables import VARIANTS, StageTables
 
@@ -34,11 +34,11 @@ class Scratch(NamedTuple):
     rows: Ints  # (S,)
     spot: Ints  # (S,) the node that holds the whole stage, or -1 - stage
     taken: Ints  # (G, sizes) devices that larger and earlier replica groups take
-    times: Floats  # (10, S): see the constants below
+    times: Floats  # (9, S): see the constants below
     seen: Ints  # identities of unit times, by the last plan that had them
 
 
-FORWARD, BACKWARD, DELAY, SYNC, STEP, FREE, SENT, UP, OWN_FORWARD, OWN_BACKWARD = range(10)
+FORWARD, BACKWARD, DELAY, SYNC, STEP, BLOCK, FREE, SENT, UP = range(9)  # block: what sends block, per direction
 
 
 def scratch(tables: StageTables) -> Scratch:
@@ -48,7 +48,7 @@ def scratch(tables: StageTables) -> Scratch:
         np.zeros(stages, np.int64),
         np.zeros(stages, np.int64),
         np.zeros((len(tables.aligned), tables.num_sizes), np.int64),
-        np.zeros((10, stages)),
+        np.zeros((9, stages)),
         np.zeros(int(tables.unit_key.max()) + 1, np.int64),
     )
 
@@ -123,26 +123,28 @@ def stage_times(t, plan, work):
         if i < p - 1:
             near = 1 if work.spot[i] == work.spot[i + 1] else 0
             send_s = t.send_s[mi, t.side[r], t.side[work.rows[i + 1]], near]
-        blocked = t.blocking * (send_s + received)
-        times[OWN_FORWARD, i] = t.forward_s[mi, r, position, n]
-        times[OWN_BACKWARD, i] = t.backward_s[mi, r, position, n]
-        times[FORWARD, i] = times[OWN_FORWARD, i] + blocked
-        times[BACKWARD, i] = times[OWN_BACKWARD, i] + blocked
+        times[BLOCK, i] = t.blocking * (send_s + received)
+        times[FORWARD, i] = t.forward_s[mi, r, position, n] + times[BLOCK, i]
+        times[BACKWARD, i] = t.backward_s[mi, r, position, n] + times[BLOCK, i]
         times[DELAY, i] = (1.0 - t.blocking) * send_s
         times[SYNC, i] = t.sync_s[mi, r, position, n]
         times[STEP, i] = t.optimizer_s[mi, r, position, n]
         received = send_s
     if t.tied_bytes > 0.0 and p > 1:
-        a, z = work.rows[0], work.rows[p - 1]
-        near = 1 if work.spot[0] == work.spot[p - 1] else 0
-        pairs = float(min(t.replicas[a], t.replicas[z]))
-        rate = t.tied_rate[t.side[a], t.side[z], near]
-        tied_s = _ring_all_reduce_s(pairs * t.tied_bytes, 2, rate[0], rate[1])
+        tied_s = tied_embeddings_s(t, work.rows[0], work.rows[p - 1], work.spot[0] == work.spot[p - 1])
         times[SYNC, 0] += tied_s
         times[SYNC, p - 1] += tied_s
 
 
 @jit
+def tied_embeddings_s(t, first, last, one_node):
+    """Seconds of the all-reduce of the tied embedding's gradient between the rows of the first and the last stage."""
+    pairs = float(min(t.replicas[first], t.replicas[last]))
+    rate = t.tied_rate[t.side[first], t.side[last], 1 if one_node else 0]
+    return _ring_all_reduce_s(pairs * t.tied_bytes, 2, rate[0], rate[1])
+
+
+@jit_inlined
 def missing_bytes(t, mi, r, position, n, in_flight):
     """Bytes that a stage lacks on one device of each of its replica groups, summed."""
     missing = 0
@@ -338,10 +340,10 @@ class State(NamedTuple):
 
     plan, before    its row, and the one it had before the last `commit`
     work            its rows, spots and times
-    sums (5, S+2)   see the constants; from place 1 on, so that 0 and p+1 are "no stage"
+    sums (7, S+2)   see the constants; from place 1 on, so that 0 and p+1 are "no stage"
     spare           working memory for a row
-    whole (3,)      S, iteration seconds, the seconds it had before
-    trial           working memory for a candidate
+    whole (4,)      S, iteration seconds, the seconds it had before, bytes missing
+    trial           working memory for a candidate; its times are those of the plan between two what-ifs
     """
 
     plan: Ints
@@ -354,8 +356,8 @@ class State(NamedTuple):
 
 
 # of the stages before a place: their round trip; the longest path through one of them that stays for all its work, and
-# that leaves it once, less S; the same two of the stages from a place on
-TRIP, WORK_BEFORE, STAY_BEFORE, WORK_FROM, STAY_FROM = range(5)
+# that leaves it once, less S; the same two of the stages from a place on; and of the stage itself
+TRIP, WORK_BEFORE, STAY_BEFORE, WORK_FROM, STAY_FROM, WORK, STAY = range(7)
 # how a what-if was decided: by the O(1) bound, by the bounds of the whole plan, by the recurrence, by memory
 BY_CHANGE, BY_LOWER, BY_UPPER, BY_RECURRENCE, BY_MEMORY = range(5)
 
@@ -364,10 +366,17 @@ def state_of(tables: StageTables, plan: Ints) -> State:
     """The State of a plan, a row of whole numbers."""
     stages = tables.max_stages
     state = State(
-        plan.copy(), plan.copy(), plan.copy(), scratch(tables), np.zeros((5, stages + 2)), np.zeros(3), scratch(tables)
+        plan.copy(), plan.copy(), plan.copy(), scratch(tables), np.zeros((7, stages + 2)), np.zeros(4), scratch(tables)
     )
     commit(tables, state, plan)
     return state
+
+
+@jit
+def stay_s(f, b, p, m, i):
+    """Seconds beyond one micro-batch alone of the path that leaves stage i once, as in `schedule.lower_bound_s`."""
+    ahead = min(p - 1 - i, m - 1)
+    return (m - 1) * max(f, b) + (m - 1 - ahead) * min(f, b)
 
 
 @jit
@@ -384,20 +393,20 @@ def commit(t, state, plan):
     sums[WORK_BEFORE, 0] = sums[STAY_BEFORE, 0] = sums[TRIP, 1] = 0.0
     for i in range(p):
         f, b = times[FORWARD, i], times[BACKWARD, i]
-        ahead = min(p - 1 - i, m - 1)
-        stays = (m - 1) * max(f, b) + (m - 1 - ahead) * min(f, b)
-        works = sums[TRIP, i + 1] + m * (f + b)
-        sums[WORK_BEFORE, i + 1] = max(sums[WORK_BEFORE, i], works)
-        sums[STAY_BEFORE, i + 1] = max(sums[STAY_BEFORE, i], stays)
-        sums[WORK_FROM, i + 1], sums[STAY_FROM, i + 1] = works, stays
+        sums[WORK, i + 1], sums[STAY, i + 1] = sums[TRIP, i + 1] + m * (f + b), stay_s(f, b, p, m, i)
+        sums[WORK_BEFORE, i + 1] = max(sums[WORK_BEFORE, i], sums[WORK, i + 1])
+        sums[STAY_BEFORE, i + 1] = max(sums[STAY_BEFORE, i], sums[STAY, i + 1])
         sums[TRIP, i + 2] = sums[TRIP, i + 1] + f + b + 2.0 * times[DELAY, i]
-    state.whole[0] = sums[TRIP, p + 1]
     sums[WORK_FROM, p + 1] = sums[STAY_FROM, p + 1] = 0.0
-    for i in range(p - 1, 0, -1):
-        sums[WORK_FROM, i] = max(sums[WORK_FROM, i], sums[WORK_FROM, i + 1])
-        sums[STAY_FROM, i] = max(sums[STAY_FROM, i], sums[STAY_FROM, i + 1])
+    for i in range(p, 0, -1):
+        sums[WORK_FROM, i] = max(sums[WORK, i], sums[WORK_FROM, i + 1])
+        sums[STAY_FROM, i] = max(sums[STAY, i], sums[STAY_FROM, i + 1])
     state.whole[2] = state.whole[1]
-    state.whole[1] = exact_s(times, p, m)
+    state.whole[0], state.whole[1] = sums[TRIP, p + 1], exact_s(times, p, m)
+    state.whole[3] = plan_missing_bytes(t, own, work)
+    for y in range(FREE):
+        for i in range(p):
+            state.trial.times[y, i] = times[y, i]
 
 
 @jit
@@ -420,9 +429,21 @@ def stays_put(t, k, other):
     return True
 
 
-@jit
+@jit_inlined
+def row_of(t, state, i, k):
+    """The row of stage i with kind k on the devices that it has."""
+    return state.work.rows[i] if k == state.plan[2 + i] else t.row[k, 0]
+
+
+@jit_inlined
+def position_of(i, p):
+    """The position of stage i of p, as bits."""
+    return (FIRST if i == 0 else 0) | (LAST if i == p - 1 else 0)
+
+
+@jit_inlined
 def change_bound_s(t, state, i, k, n, j, q, o):
-    """(lower bound in seconds, bytes missing) if stage i had kind k with n layers and stage j > i kind q with o.
+    """Lower bound in seconds if stage i had kind k with n layers and stage j > i kind q with o.
 
     Their devices stay (`stays_put`), so neither transfers nor any other stage change: O(1) for neighbours, else O(j-i)
     for the stages between. j = -1: only stage i changes.
@@ -430,45 +451,50 @@ def change_bound_s(t, state, i, k, n, j, q, o):
     plan, sums, times = state.plan, state.sums, state.work.times
     mi, p = plan[0], plan[1]
     m = t.num_microbatches[mi]
-    position = (FIRST if i == 0 else 0) | (LAST if i == p - 1 else 0)
-    row = state.work.rows[i] if k == plan[2 + i] else t.row[k, 0]
-    missing = missing_bytes(t, mi, row, position, n, min(p - i, m))
-    f = t.forward_s[mi, row, position, n] + (times[FORWARD, i] - times[OWN_FORWARD, i])
-    b = t.backward_s[mi, row, position, n] + (times[BACKWARD, i] - times[OWN_BACKWARD, i])
+    row, position = row_of(t, state, i, k), position_of(i, p)
+    f = t.forward_s[mi, row, position, n] + times[BLOCK, i]
+    b = t.backward_s[mi, row, position, n] + times[BLOCK, i]
     longer = f + b - (times[FORWARD, i] + times[BACKWARD, i])
+    works = max(sums[WORK_BEFORE, i], sums[TRIP, i + 1] + m * (f + b))
+    stays = max(sums[STAY_BEFORE, i], stay_s(f, b, p, m, i))
     tail = times[SYNC, 0] + times[STEP, 0]
     if i == 0:
-        tail += (
-            t.sync_s[mi, row, position, n]
-            + t.optimizer_s[mi, row, position, n]
-            - (
-                t.sync_s[mi, state.work.rows[0], position, plan[2 + t.max_stages]]
-                + t.optimizer_s[mi, state.work.rows[0], position, plan[2 + t.max_stages]]
-            )
-        )
-    ahead = min(p - 1 - i, m - 1)
-    works = max(sums[WORK_BEFORE, i], sums[TRIP, i + 1] + m * (f + b))
-    stays = max(sums[STAY_BEFORE, i], (m - 1) * max(f, b) + (m - 1 - ahead) * min(f, b))
+        tail = t.sync_s[mi, row, position, n] + t.optimizer_s[mi, row, position, n]
+    if t.tied_bytes > 0.0:
+        tail += changed_tied_s(t, state, i, k, j, q)
+    last = i
     if j >= 0:
-        for x in range(i + 1, j):
-            fx, bx = times[FORWARD, x], times[BACKWARD, x]
-            ahead = min(p - 1 - x, m - 1)
-            works = max(works, sums[TRIP, x + 1] + longer + m * (fx + bx))
-            stays = max(stays, (m - 1) * max(fx, bx) + (m - 1 - ahead) * min(fx, bx))
-        position = LAST if j == p - 1 else 0
-        row = state.work.rows[j] if q == plan[2 + j] else t.row[q, 0]
-        missing += missing_bytes(t, mi, row, position, o, min(p - j, m))
-        f = t.forward_s[mi, row, position, o] + (times[FORWARD, j] - times[OWN_FORWARD, j])
-        b = t.backward_s[mi, row, position, o] + (times[BACKWARD, j] - times[OWN_BACKWARD, j])
-        ahead = min(p - 1 - j, m - 1)
+        for x in range(i + 2, j + 1):
+            works = max(works, sums[WORK, x] + longer)
+            stays = max(stays, sums[STAY, x])
+        row, position = row_of(t, state, j, q), position_of(j, p)
+        f = t.forward_s[mi, row, position, o] + times[BLOCK, j]
+        b = t.backward_s[mi, row, position, o] + times[BLOCK, j]
         works = max(works, sums[TRIP, j + 1] + longer + m * (f + b))
-        stays = max(stays, (m - 1) * max(f, b) + (m - 1 - ahead) * min(f, b))
+        stays = max(stays, stay_s(f, b, p, m, j))
         longer += f + b - (times[FORWARD, j] + times[BACKWARD, j])
-        i = j
-    works = max(works, sums[WORK_FROM, i + 2] + longer)
-    stays = max(stays, sums[STAY_FROM, i + 2])
-    lone = state.whole[0] + longer
-    return max(lone + stays, works) + tail, missing
+        last = j
+    works = max(works, sums[WORK_FROM, last + 2] + longer)
+    stays = max(stays, sums[STAY_FROM, last + 2])
+    return max(state.whole[0] + longer + stays, works) + tail
+
+
+@jit
+def changed_tied_s(t, state, i, k, j, q):
+    """Seconds that `change_bound_s` adds to the first stage's tail where embeddings are tied: it, or the last stage,
+    may have other replicas then."""
+    rows, p = state.work.rows, state.plan[1]
+    if p == 1:
+        return 0.0
+    first = row_of(t, state, 0, k) if i == 0 else rows[0]
+    last = rows[p - 1]
+    if i == p - 1:
+        last = row_of(t, state, i, k)
+    elif j == p - 1:
+        last = row_of(t, state, j, q)
+    one_node = state.work.spot[0] == state.work.spot[p - 1]
+    added = tied_embeddings_s(t, first, last, one_node)
+    return added if i == 0 else added - tied_embeddings_s(t, rows[0], rows[p - 1], one_node)
 
 
 @jit
@@ -482,33 +508,101 @@ def changed_plan(state, i, k, n, j, q, o, plan):
         plan[2 + j], plan[2 + S + j] = q, o
 
 
+@jit_inlined
+def change_missing_bytes(t, state, i, k, n, j, q, o):
+    """Bytes that the plan lacks after a change as `change_bound_s` takes it."""
+    plan, rows, S = state.plan, state.work.rows, t.max_stages
+    mi, p = plan[0], plan[1]
+    m = t.num_microbatches[mi]
+    missing = missing_bytes(t, mi, row_of(t, state, i, k), position_of(i, p), n, min(p - i, m))
+    if j >= 0:
+        missing += missing_bytes(t, mi, row_of(t, state, j, q), position_of(j, p), o, min(p - j, m))
+    if state.whole[3] > 0.0:
+        missing += int(state.whole[3]) - missing_bytes(
+            t, mi, rows[i], position_of(i, p), plan[2 + S + i], min(p - i, m)
+        )
+        if j >= 0:
+            missing -= missing_bytes(t, mi, rows[j], position_of(j, p), plan[2 + S + j], min(p - j, m))
+    return missing
+
+
+@jit_inlined
+def set_stage(t, state, i, k, n):
+    """Set the times of stage i in the trial to those of kind k with n layers."""
+    times, mi = state.trial.times, state.plan[0]
+    row, position = row_of(t, state, i, k), position_of(i, state.plan[1])
+    times[FORWARD, i] = t.forward_s[mi, row, position, n] + times[BLOCK, i]
+    times[BACKWARD, i] = t.backward_s[mi, row, position, n] + times[BLOCK, i]
+    times[SYNC, i] = t.sync_s[mi, row, position, n]
+    times[STEP, i] = t.optimizer_s[mi, row, position, n]
+
+
 @jit
-def decide(t, plan, work, limit_s):
-    """(seconds, how) of a plan against a limit: its bound where that is at least the limit (BY_LOWER) or its upper
-    bound below it (BY_UPPER), else its exact time (BY_RECURRENCE). BY_MEMORY: infinity, it does not fit."""
-    if not place(t, plan, work) or plan_missing_bytes(t, plan, work) > 0:
-        return np.inf, BY_MEMORY
-    stage_times(t, plan, work)
-    p, m = plan[1], t.num_microbatches[plan[0]]
-    seconds = lower_s(work.times, p, m) * (1.0 - SLACK)
+def set_tied(t, state, i, k, n, j, q, o):
+    """Set the sync seconds of the ends in the trial where embeddings are tied, for a change as in `change_bound_s`."""
+    plan, times, S = state.plan, state.trial.times, t.max_stages
+    mi, p = plan[0], plan[1]
+    if p == 1:
+        return
+    first, last, front = state.work.rows[0], state.work.rows[p - 1], plan[2 + S]
+    back = plan[1 + S + p]
+    if i == 0:
+        first, front = row_of(t, state, i, k), n
+    if i == p - 1:
+        last, back = row_of(t, state, i, k), n
+    elif j == p - 1:
+        last, back = row_of(t, state, j, q), o
+    tied_s = tied_embeddings_s(t, first, last, state.work.spot[0] == state.work.spot[p - 1])
+    times[SYNC, 0] = t.sync_s[mi, first, FIRST, front] + tied_s
+    times[SYNC, p - 1] = t.sync_s[mi, last, LAST, back] + tied_s
+
+
+@jit_inlined
+def reset_stage(state, i):
+    """Set the times of stage i in the trial to those of the plan."""
+    times, own = state.trial.times, state.work.times
+    times[FORWARD, i], times[BACKWARD, i] = own[FORWARD, i], own[BACKWARD, i]
+    times[SYNC, i], times[STEP, i] = own[SYNC, i], own[STEP, i]
+
+
+@jit
+def decide(times, p, m, limit_s):
+    """(seconds, how) of a plan's times against a limit: its lower bound where that is at least the limit (BY_LOWER),
+    its upper bound where that is below it (BY_UPPER), else its exact time (BY_RECURRENCE)."""
+    seconds = lower_s(times, p, m) * (1.0 - SLACK)
     if seconds >= limit_s:
         return seconds, BY_LOWER
-    seconds = upper_s(work.times, p, m) * (1.0 + SLACK)
+    seconds = upper_s(times, p, m) * (1.0 + SLACK)
     if seconds < limit_s:
         return seconds, BY_UPPER
-    return exact_s(work.times, p, m), BY_RECURRENCE
+    return exact_s(times, p, m), BY_RECURRENCE
 
 
-@jit
-def what_if(t, state, i, k, n, j, q, o, limit_s, plan):
-    """`decide` for a change as `change_bound_s` takes it, most of which the O(1) bound decides; fills `plan` if not."""
-    seconds, missing = change_bound_s(t, state, i, k, n, j, q, o)
-    if missing > 0:
-        return np.inf, BY_MEMORY
-    if seconds * (1.0 - SLACK) >= limit_s:
+@jit_inlined
+def what_if(t, state, i, k, n, j, q, o, limit_s):
+    """`decide` for a change as `change_bound_s` takes it, most of which the O(1) bound decides (BY_CHANGE).
+
+    BY_MEMORY: infinity, it does not fit.
+    """
+    seconds = change_bound_s(t, state, i, k, n, j, q, o) * (1.0 - SLACK)
+    if seconds >= limit_s:
         return seconds, BY_CHANGE
-    changed_plan(state, i, k, n, j, q, o, plan)
-    return decide(t, plan, state.trial, limit_s)
+    if change_missing_bytes(t, state, i, k, n, j, q, o) > 0:
+        return np.inf, BY_MEMORY
+    p = state.plan[1]
+    set_stage(t, state, i, k, n)
+    if j >= 0:
+        set_stage(t, state, j, q, o)
+    if t.tied_bytes > 0.0:
+        set_tied(t, state, i, k, n, j, q, o)
+    seconds, how = decide(state.trial.times, p, t.num_microbatches[state.plan[0]], limit_s)
+    reset_stage(state, i)
+    if j >= 0:
+        reset_stage(state, j)
+    if t.tied_bytes > 0.0:
+        reset_stage(state, 0)
+        reset_stage(state, p - 1)
+    return seconds, how
 
 
 @jit
@@ -544,9 +638,10 @@ def polish(t, state, alike, most, plan, decided):
                     return evaluations
                 evaluations += 1
                 limit_s = state.whole[1]
-                seconds, how = what_if(t, state, i, k, n, j, q, o, limit_s, plan)
+                seconds, how = what_if(t, state, i, k, n, j, q, o, limit_s)
                 decided[how] += 1
                 if seconds < limit_s:
+                    changed_plan(state, i, k, n, j, q, o, plan)
                     commit(t, state, plan)
                     improved = True
     return evaluations
@@ -594,7 +689,7 @@ def explain(t, plans, work, seconds, missing, capacity, counts, stages, whole):
             needed = b[0] + n * b[1] + min(p - i, m) * (b[2] + n * b[3]) + b[4]
             share = max(share, (needed + t.reserve_bytes) / (b[5] + t.reserve_bytes))
         stages[BUSY, i], stages[PARALLEL, i] = busy_s, t.parallel_s[mi, r, position, n]
-        stages[BLOCKED, i] = 2.0 * (times[FORWARD, i] - times[OWN_FORWARD, i])
+        stages[BLOCKED, i] = 2.0 * times[BLOCK, i]
         stages[SYNCED, i], stages[STEPPED, i], stages[MEMORY, i] = times[SYNC, i], times[STEP, i], share
         devices += here
         used_s += here * busy_s

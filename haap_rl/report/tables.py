@@ -128,6 +128,7 @@ def summary_lines(result: SearchResult) -> list[str]:
             lines.append("it is a proven optimum of this space")
     else:
         lines = [f"no plan: {result.reason}"]
+    lines += result.notes
     pruned = result.pruning
     if pruned.factor is not None:
         lines.append(

@@ -465,6 +465,7 @@ def compile_kernels() -> None:
 def _first_calls() -> None:
     """Call each of those kernels once, on a small problem."""
     from haap_rl.problem.presets import load_problem
+    from haap_rl.search import relief_kernels
     from haap_rl.space import kernels, moves
 
     spec = SpaceSpec(num_microbatches=(16, 32), max_stages=2, max_tp=1, group_sizes=(4,), recompute=("full",))
@@ -474,8 +475,9 @@ def _first_calls() -> None:
     objective.many(codes)
     objective.loads_s(codes[0])
     objective.explain(codes[0])
-    neighbours = np.empty((kernels.most_relief(space) + 1, codes.shape[1]), np.int64)
-    kernels.relief(space.neighbourhood, codes[0], 0, neighbours)
+    neighbours = np.empty((kernels.most_relief(space) + len(space.options) + 1, codes.shape[1]), np.int64)
+    relief_kernels.candidates(space.neighbourhood, codes[0], 0, neighbours)
+    relief_kernels.regular(space.neighbourhood, relief_kernels.regular_options(space), rng, neighbours[:2])
     kernels.random_neighbours(space.neighbourhood, codes, edits, rng, np.empty_like(codes))
     kernels.legal_mask(space.neighbourhood, codes[0], edits, np.empty(len(edits) + 1, np.bool_))
     kernels.apply(space.neighbourhood, codes[0], 0, 0, 0, codes[1])

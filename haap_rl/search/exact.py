@@ -3,24 +3,26 @@
 The bound of a plan with m micro-batches, s counting its stages from the end, f and b its forward and backward seconds
 with what transfers block of them, t = f + b (derived in `cost.schedule.lower_bound_s`):
 
-    bound = S + max_s c_s    S    one micro-batch alone, transfers included, plus the first stage's sync and step
-                             c_s  the largest of, with w = min(s-1, m-1):
-                                  (m-1-w) t + w max(f, b)          the path leaves the stage once
-                                  (m-1-s) t + trip_s, if m > s     it also takes the last micro-batch to the end and
-                                                                   back, trip_s being S of this stage and those behind
+    bound = P + max_s c_s    P    one micro-batch alone, from the first stage down to the end and up to the stage whose
+                                  tail (gradient sync and optimiser step) then ends last
+                             c_s  what a path stays at stage s for besides, the larger of, with w = min(s-1, m-1):
+                                  (m-1-w) t + w f                  in the forward direction
+                                  (m-1-s) t + trip_s, if m > s     taking the last micro-batch to the end and back,
+                                                                   trip_s being the round trip from this stage
 
 1. For each m a dynamic program over (stages so far, shape of the foremost, layers placed, devices used), from the last
-   stage to the first so that in-flight counts and memory are exact, minimises S subject to c_s <= limit. A plan with a
-   smaller max c has no smaller S, so the limit drops to just below the plan's own max c and to best - S until the two
-   sides meet: the least bound of that m. It keeps no state from which the layers left do not fit the devices left, nor
-   one whose stage would end with its own tail (sync, step) at the best time known or later.
+   stage to the first so that in-flight counts and memory are exact, minimises P subject to c_s <= limit. A plan with a
+   smaller max c has no smaller P, so the limit drops to just below a found plan's max c and to best - P until the two
+   sides meet: the least bound of that m. What could not end before the best time known is not kept.
 2. What lies between the bound and the best plan is walked through, by thresholds: every plan of the tables whose bound
    is below best / (1 + gap) is completed front to back, its prefix bounded also by cycles of two and more stages
    (`segments` below) and by the tails of all stages, and what is left is scored exactly. A finished threshold proves
    that gap; at threshold 0 the best plan is a proven optimum of the declared space.
 
 Segments: a micro-batch that goes from stage i to j and back occupies trip_ij, while the 1F1B order lets stage i run
-only q = j - i + 1 micro-batches ahead meanwhile, so c >= floor((m-1-w_j) / q) trip_ij + rest t_j + w_j max(f, b) too.
+only q = j - i + 1 micro-batches ahead meanwhile, so c >= floor((m-1-w_j) / q) trip_ij + rest t_j + w_j max(f, b), and
+c >= floor((m-1-s_i) / q) trip_ij + rest t_i + trip_i where the last micro-batch goes to the end and back. Beside slow
+boundaries the tables know a neighbour's busy time by buckets, and the second form for pairs of stages with it.
 
 Transfers, sync and step are priced as if stages sat as well as they could, so the bounds hold wherever placement puts
 them. Devices are counted in units of the largest number that divides every size of their group; stages on two device
@@ -29,11 +31,11 @@ groups are options like any other. States are not plan evaluations: only complet
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +44,13 @@ import numpy.typing as npt
 from haap_rl.cost import kernels
 from haap_rl.cost.compiling import ready
 from haap_rl.cost.estimator import FIRST, LAST, fingerprint
+from haap_rl.cost.stage_tables import StageTables
 from haap_rl.problem.errors import positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
 from haap_rl.search import exact_kernels
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import BudgetExhausted, Objective
-from haap_rl.search.certificate import EVERY_PLAN, SCHEMA
+from haap_rl.search.certificate import EVERY_PLAN, FILE, SCHEMA, problem_key
 from haap_rl.search.exact_kernels import INF, Choices, Pass, Walk
 from haap_rl.space.options import SpaceSpec, Tables
 from haap_rl.space.space import Code, Space
@@ -55,7 +58,23 @@ from haap_rl.space.space import Code, Space
 Floats = npt.NDArray[np.float64]
 GAPS = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0)  # thresholds of the walk
 SLIGHTLY = 1e-9  # relative: the rounding of sums
-LEVELS = (0.005, 0.02, 0.06)  # blocking that the tables tell apart, as shares of the largest c; the walk knows it all
+UNEXPLAINED = 1e-3  # share by which the limit on c drops where the tables' least values belong to no one plan
+LEVELS = (0.02, 0.06, 0.15, 0.4)  # boundaries that the tables tell apart, by what they block, as shares of all c
+LOWS = (
+    0.0,
+    0.3,
+    0.4,
+    0.5,
+    0.55,
+    0.6,
+    0.65,
+    0.7,
+    0.75,
+    0.8,
+    0.85,
+    0.9,
+    0.95,
+)  # busy times that they tell apart beside such a boundary, as shares of the longest
 MOST_BYTES = 4 * 2**30  # of one m's tables
 NODES_PER_CALL = 5_000_000  # of a walk, between two looks at the budget: less than a second
 STATES_PER_S = 3e7  # of table entries that one pass sees, for the estimate of what is refused
@@ -78,9 +97,7 @@ class Exact:
 
     def artifacts(self) -> Mapping[str, bytes]:
         """The certificate of the last search."""
-        return (
-            {"certificate.json": (json.dumps(self.certificate, indent=2) + "\n").encode()} if self.certificate else {}
-        )
+        return {FILE: (json.dumps(self.certificate, indent=2) + "\n").encode()} if self.certificate else {}
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         proof = Proof(objective, self.nodes, self.type_contiguous)
@@ -89,6 +106,7 @@ class Exact:
         finally:
             self.certificate = proof.certificate()
             objective.note(proof.message)
+            objective.note(proof.effort)
 
     def _search(self, proof: Proof, objective: Objective, rng: np.random.Generator) -> None:
         if not self.type_contiguous:
@@ -123,6 +141,7 @@ class Proof:
         self.message = ""
         self.too_large = _too_large(self.space)
         self._bounds: dict[int, Bounded] = {}
+        self._found: list[Code] = []
         self._buffers: dict[tuple[int, ...], tuple[Pass, Choices]] = {}
         self._take_best()
 
@@ -132,11 +151,13 @@ class Proof:
             self.best_s = min(self.best_s, self.objective.best_s)
 
     def bound(self) -> None:
-        """The least bound over all micro-batch counts, and the plans that attain it priced."""
+        """The least bound over all micro-batch counts; the plans that come closest to it are priced, then polished."""
         self._take_best()
         for m in self.space.num_microbatches:
             self._bounds[m] = self.least_bound(m)
         self._prove(min([self.best_s, *(bounded.least_s for bounded in self._bounds.values())]))
+        for code in self._found:
+            self._polish(code)
 
     def close(self, gap: float) -> bool:
         """Walk through every plan below best / (1 + gap); whether that ended, which proves the gap."""
@@ -163,20 +184,39 @@ class Proof:
         most_c = self.best_s if self.best_s < INF else INF / 10
         while most_c > 0:
             self.objective.checkpoint()
-            found_s, states = exact_kernels.solve(program, most_c, self.best_s, self.best_s, tables, choices)
+            found_s, states = exact_kernels.solve(program, most_c, 0.0, self.best_s, tables, choices)
             self.solves, self.states = self.solves + 1, self.states + states
             if found_s >= INF:
                 infeasible_c = most_c
                 break
             alone_s = min(alone_s, found_s)
-            start = np.array(np.unravel_index(int(tables.closed_s.argmin()), tables.closed_s.shape))
-            largest_c = exact_kernels.any_of_least_s(program, tables, choices, most_c, self.best_s, start, code)
+            start = np.array(np.unravel_index(int(tables.closed_p.argmin()), tables.closed_p.shape))
+            largest_c = min(exact_kernels.any_of_least_p(program, tables, most_c, start, code), most_c)
+            if code[1] == 0:  # no one plan explains the least P: what has a c just below the limit is bounded by less
+                largest_c = most_c * (1 - UNEXPLAINED)
             if found_s + largest_c < least_s:
-                least_s, best_code = found_s + largest_c, code.copy()
+                least_s = found_s + largest_c
+                best_code = code.copy() if code[1] > 0 else best_code
             most_c = min(largest_c * (1 - SLIGHTLY), least_s - found_s, self.best_s - found_s)
-        if best_code is not None and best_code[2 : 2 + best_code[1]].min() >= 0:
+        if best_code is not None:
             self._offer(1, best_code)
+            self._found.append(best_code)
         return Bounded(min(least_s, self.best_s), infeasible_c, alone_s)
+
+    def _polish(self, code: Code) -> None:
+        """Improve a plan by changes that keep every stage's devices: the program chose it by a bound, not its time."""
+        remaining, t = self.objective.remaining, self.space.stage_tables
+        state = kernels.state_of(t, code)
+        if state.whole[3] > 0 or remaining == 0:  # it does not fit where placement could not be the best
+            return
+        row, decided = code.copy(), np.zeros(5, np.int64)
+        most = 1_000_000 if remaining is None else remaining
+        evaluations = kernels.polish(t, state, self._alike, most, row, decided)
+        self._offer(evaluations, state.plan)
+
+    @cached_property
+    def _alike(self) -> npt.NDArray[np.int64]:
+        return alike_options(self.space.stage_tables)
 
     def _walk(self, m: int, bounded: Bounded, gap: float) -> bool:
         limit_s = self.best_s / (1.0 + gap)
@@ -188,12 +228,12 @@ class Proof:
         if program is None:
             return True
         tables, choices = self._tables(program)
-        _, states = exact_kernels.solve(program, most_c, limit_s - bounded.infeasible_c, limit_s, tables, choices)
+        _, states = exact_kernels.solve(program, most_c, bounded.infeasible_c, limit_s, tables, choices)
         self.solves, self.states = self.solves + 1, self.states + states
-        starts = np.argwhere(tables.closed_s + bounded.infeasible_c < limit_s)
-        starts = starts[np.argsort(tables.closed_s[tuple(starts.T)], kind="stable")]
+        starts = np.argwhere(tables.closed_p + bounded.infeasible_c < limit_s)
+        starts = starts[np.argsort(tables.closed_p[tuple(starts.T)], kind="stable")]
         stages = space.max_stages
-        walk = Walk(np.zeros((7, stages + 1), np.int64), np.zeros((10, stages + 1)), np.array([-1, 0, 0, 0]))
+        walk = Walk(np.zeros((7, stages + 1), np.int64), np.zeros((12, stages + 1)), np.array([-1, 0, 0, 0]))
         code, best, work = np.zeros(2 + 2 * stages, np.int64), np.zeros(2 + 2 * stages, np.int64), kernels.scratch(t)
         while True:
             self.objective.checkpoint()
@@ -235,7 +275,7 @@ class Proof:
             program.num_layers + 1,
             program.enough.shape[1],
             len(program.step),
-            len(program.levels),
+            len(program.kind_level),
         )
         if shape not in self._buffers:
             self._buffers.clear()  # one at a time: they are large
@@ -244,26 +284,35 @@ class Proof:
             self._buffers[shape] = (
                 Pass(
                     np.full((S, Y, L, U), INF),
+                    np.full((S, Y, L, U), INF),
                     np.empty((S, C, U)),
                     np.zeros((S, L, U), np.bool_),
                     np.empty((S, L, U), np.int32),
                     np.zeros((S, L), np.int64),
                 ),
                 Choices(
-                    np.empty((S, Y, V, L, Q)),
-                    np.empty((S, Y, V, L, Q)),
-                    np.zeros((S, Y, V), np.int64),
-                    np.empty((S, C, V, L, Q)),
-                    np.empty((S, C, V, L, Q)),
-                    np.empty((S, C, V, L)),
-                    np.zeros((S, C, V), np.int64),
+                    np.empty((S, Y + C, V, L, Q)),
+                    np.empty((S, Y + C, V, L, Q)),
+                    np.empty((S, Y + C, V, L)),
+                    np.zeros((S, Y + C, V), np.int64),
                     np.zeros((S + 1, U), np.int64),
                 ),
             )
         return self._buffers[shape]
 
+    @property
+    def effort(self) -> str:
+        """What the proof took, one line; empty before it began."""
+        if not self.solves:
+            return ""
+        return (
+            f"the proof took {self.solves:,} passes of the dynamic program ({self.states:,} states) and "
+            f"{self.nodes:,} steps of the walk, which completed {self.plans:,} plans"
+        )
+
     def certificate(self) -> dict[str, Any]:
         """What was proven, about what, and what it took, as plain JSON data."""
+        self._take_best()
         space, objective = self.space, self.objective
         best_s, lower_s = self.best_s, max(self.lower_s, 0.0 if self.contiguous else objective.lower_bound_s)
         covers = EVERY_PLAN
@@ -273,13 +322,13 @@ class Proof:
             "schema": SCHEMA,
             "model": space.problem.model.name,
             "cluster": space.problem.cluster.name,
-            "problem": problem_key(space),
+            "problem": problem_key(space.problem, space.spec),
             "covers": covers,
             "iteration_time_s": best_s if best_s < INF else None,
             "lower_bound_s": lower_s if math.isfinite(lower_s) else None,
             "gap_to_lower_bound": best_s / lower_s - 1 if lower_s > 0 and best_s < INF else None,
             "proven_optimal": best_s <= lower_s * (1 + SLIGHTLY),
-            "plan": None if objective.best is None else space.problem.plan_to_json(objective.best[0]),
+            "plan": None if objective.best is None or best_s == INF else space.problem.plan_to_json(objective.best[0]),
             "device_units": device_units(space),
             "solves": self.solves,
             "states": self.states,
@@ -316,7 +365,7 @@ def build(space: Space, m: int, contiguous: bool, best_s: float) -> exact_kernel
     forward_s, backward_s = best_placed(t.forward_s), best_placed(t.backward_s)
     tail_s = best_placed(t.sync_s + t.optimizer_s)
     if t.tied_bytes > 0.0:  # in a pipeline of several stages, first and last reduce the tied embedding's gradient
-        tail_s[:, FIRST] += _least_tied_s(space)
+        tail_s[:, [FIRST, LAST]] += _least_tied_s(space)
     usable = [k for k in range(len(space.options)) if forward_s[k, 0, 1] < INF]
     if not usable:
         return None
@@ -344,14 +393,23 @@ def build(space: Space, m: int, contiguous: bool, best_s: float) -> exact_kernel
     if m > 1 and best_s < INF:
         wanted = [0.0, *(share * best_s / (2 * (m - 1)) for share in LEVELS)]
         index = np.searchsorted(wanted, np.unique(blocked_s), side="right") - 1
-        levels = np.array([0.0, *(np.unique(blocked_s)[index == i].min() for i in range(1, 4) if (index == i).any())])
-        if _table_bytes(space, C * len(levels), len(used)) > MOST_BYTES:
+        steps = [np.unique(blocked_s)[index == i].min() for i in range(1, len(wanted)) if (index == i).any()]
+        levels = np.array([0.0, *steps])
+        if _table_bytes(space, C * (1 + len(steps) * len(LOWS)), len(used)) > MOST_BYTES:
             levels = np.zeros(1)
     level = np.searchsorted(levels, blocked_s, side="right") - 1
-    types: dict[tuple[int, int], int] = {}
-    type_of = np.array(
-        [[types.setdefault((behind, int(level[c, behind])), len(types)) for behind in range(C)] for c in range(C)]
-    )
+    buckets = len(LOWS)
+    pairs = sorted({(behind, int(level[c, behind])) for c in range(C) for behind in range(C)})
+    types = [(shape, step, bucket) for shape, step in pairs for bucket in range(buckets if step else 1)]
+    place = {key: y for y, key in enumerate(types)}
+    kinds = [(step, bucket) for step in range(len(levels)) for bucket in range(buckets if step else 1)]
+    type_of = np.full((C, C, buckets), -1, np.int64)
+    kind_of = np.full((len(levels), buckets), -1, np.int64)
+    for c, behind, bucket in itertools.product(range(C), range(C), range(buckets)):
+        type_of[c, behind, bucket] = place.get((behind, int(level[c, behind]), bucket), -1)
+    for v, (step, bucket) in enumerate(kinds):
+        kind_of[step, bucket] = v
+    shape_of = np.array([shape for shape, _, _ in types], np.int64)
     busy_s = (forward_s + backward_s)[usable, 0, L]
     return exact_kernels.Program(
         m=m,
@@ -368,9 +426,16 @@ def build(space: Space, m: int, contiguous: bool, best_s: float) -> exact_kernel
         delay_s=2.0 * (1.0 - t.blocking) * send_s,
         level=level.astype(np.int64),
         levels=levels,
-        type_of=type_of.astype(np.int64),
-        type_shape=np.array([shape for shape, _ in types], np.int64),
-        type_level=np.array([front for _, front in types], np.int64),
+        delays=levels * ((1.0 - t.blocking) / t.blocking if t.blocking > 0.0 else 0.0),
+        type_of=type_of,
+        type_shape=shape_of,
+        type_level=np.array([step for _, step, _ in types], np.int64),
+        type_bucket=np.array([bucket for _, _, bucket in types], np.int64),
+        first_type=np.searchsorted(shape_of, np.arange(C + 1)),
+        kind_of=kind_of,
+        kind_level=np.array([step for step, _ in kinds], np.int64),
+        kind_bucket=np.array([bucket for _, bucket in kinds], np.int64),
+        lows=np.array(LOWS),
         step=uses @ strides,
         enough=(used[None] + uses[:, None] <= np.array(counts)).all(2),
         groups=(uses > 0) @ bits,
@@ -383,28 +448,46 @@ def build(space: Space, m: int, contiguous: bool, best_s: float) -> exact_kernel
 
 
 def path_bound_s(program: exact_kernels.Program, options: Sequence[int], layers: Sequence[int]) -> float:
-    """S + max c of one plan straight from the definition: the slow twin of the program, for reading and tests."""
+    """P + max c of one plan straight from the definition: the slow twin of the program, for reading and tests."""
     p, m = len(options), program.m
     shape = [int(np.argwhere((program.member == k).any(1))[0, 0]) for k in options]
     position = [(FIRST if i == 0 else 0) | (LAST if i == p - 1 else 0) for i in range(p)]
-    busy = [
-        (float(program.forward_s[k, q, n]), float(program.backward_s[k, q, n]))
-        for k, q, n in zip(options, position, layers, strict=True)
-    ]
-    link_s = [float(program.link_s[a, b]) for a, b in itertools.pairwise(shape)]
+    rows = list(zip(options, position, layers, strict=True))
+    forward, backward, tail = (
+        [float(table[row]) for row in rows] for table in (program.forward_s, program.backward_s, program.tail_s)
+    )
+    half_s = [float(program.link_s[a, b]) / 2 for a, b in itertools.pairwise(shape)]
     blocked_s = [float(program.levels[program.level[a, b]]) for a, b in itertools.pairwise(shape)]
-    largest_c = 0.0
+    longest_p = largest_c = 0.0
     for i in range(p):
         s = p - i
+        up_s = sum(backward[i:]) + sum(half_s[i:])
+        longest_p = max(longest_p, sum(forward) + sum(half_s) + up_s + tail[i])
         blocked = sum(blocked_s[max(0, i - 1) : i + 1])
-        f, b = busy[i][0] + blocked, busy[i][1] + blocked
+        f, b = forward[i] + blocked, backward[i] + blocked
         ahead = min(s - 1, m - 1)
-        largest_c = max(largest_c, (m - 1 - ahead) * (f + b) + ahead * max(f, b))
+        largest_c = max(largest_c, (m - 1 - ahead) * (f + b) + ahead * f)
         if m > s:
-            trip_s = sum(map(sum, busy[i:])) + sum(link_s[i:])
+            trip_s = sum(forward[i:]) + sum(half_s[i:]) + up_s
             largest_c = max(largest_c, (m - 1 - s) * (f + b) + trip_s)
-    tail_s = float(program.tail_s[options[0], position[0], layers[0]])
-    return sum(map(sum, busy)) + sum(link_s) + tail_s + largest_c
+    return longest_p + largest_c
+
+
+def alike_options(t: StageTables) -> npt.NDArray[np.int64]:
+    """(K, X) per option the others on the same devices, in order, -1 beyond: what `polish` tries for a stage.
+
+    As `kernels.stays_put`: none where placement may spread a group's stages over more nodes than needed.
+    """
+    members: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for k, (groups, devices) in enumerate(zip(t.group.tolist(), t.devices.tolist(), strict=True)):
+        parts = tuple((g, n) for g, n in zip(groups, devices, strict=True) if g >= 0)
+        if all(t.aligned[g] for g, _ in parts):
+            members.setdefault(parts, []).append(k)
+    table = np.full((len(t.group), max(1, *map(len, members.values()), 1)), -1, np.int64)
+    for alike in members.values():
+        for k in alike:
+            table[k, : len(alike) - 1] = [other for other in alike if other != k]
+    return table
 
 
 def _memory(space: Space, m: int) -> npt.NDArray[np.int64]:
@@ -452,7 +535,7 @@ def device_units(space: Space) -> list[int]:
 
 
 def _table_bytes(space: Space, types: int, device_states: int) -> int:
-    return (space.max_stages + 1) * (types * 8 + 5) * (space.num_layers + 1) * device_states
+    return (space.max_stages + 1) * (types * 16 + 5) * (space.num_layers + 1) * device_states
 
 
 def _too_large(space: Space) -> str:
@@ -481,14 +564,6 @@ def _too_large(space: Space) -> str:
         f"{needs([max(unit, own) for own in units])[0] / 2**30:.1f} GiB. The plan is the baseline heuristic's, the "
         "bound that of the linear program"
     )
-
-
-def problem_key(space: Space) -> str:
-    """Short hash of the problem and of the declared space, without the switches that change neither."""
-    import hashlib
-
-    spec = dataclasses.replace(space.spec, memory_aware_init=True, load_balance=True)
-    return hashlib.sha256(repr((space.problem, spec)).encode()).hexdigest()[:16]
 
 
 def warm_up() -> None:

@@ -143,6 +143,7 @@ def result_to_json(config: dict[str, Any], problem: Problem, result: SearchResul
         "proven_optimal": result.proven_optimal,
         "stopped_by": result.stopped_by,
         "reason": result.reason,
+        "notes": list(result.notes),
         "space": config["space"],
         "pruning": {
             "options": result.pruning.options,

@@ -306,3 +306,83 @@ def test_help_names_the_groups_and_their_choices(here):
     assert "python -m haap_rl.train +search=NAME" in printed
     for word in ("llama3_8b", "a100x8_v100x16", "autohaap", "ppo", "evaluations"):
         assert word in printed
+
+
+SPACE = ["space.num_microbatches=[16,32]", "space.max_stages=4"]
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    """A directory with the record of an exact search in `exact`, its certificate included."""
+    directory = tmp_path_factory.mktemp("certified")
+    assert main(["+search=exact", *SMALL, *SPACE, f"out={directory / 'exact'}"]) == 0
+    return directory
+
+
+def test_an_exact_run_says_what_its_proof_took_and_leaves_a_certificate(here, capsys):
+    assert main(["+search=exact", *SMALL, *SPACE, "out=exact"]) == 0
+    assert re.search(r"^the proof took [\d,]+ passes .* completed [\d,]+ plans$", capsys.readouterr().out, re.M)
+    (note,) = json.loads((here / "exact" / "result.json").read_text())["notes"]
+    assert note.startswith("the proof took ")
+    assert (here / "exact" / "certificate.json").is_file()
+
+
+@pytest.mark.parametrize("given", ["exact/certificate.json", "exact"])
+def test_a_certificate_is_what_another_run_is_measured_against(certified, monkeypatch, capsys, given):
+    monkeypatch.chdir(certified)
+    assert main(["+search=random", *SMALL, *SPACE, f"certificate={given}", "out=random"]) == 0
+    assert "\nbound proven by exact/certificate.json\n" in capsys.readouterr().out
+    proven, result = (json.loads((certified / run / "result.json").read_text()) for run in ("exact", "random"))
+    assert result["lower_bound_s"] == proven["lower_bound_s"]
+    assert result["gap_to_lower_bound"] == pytest.approx(
+        result["iteration_time_s"] / proven["lower_bound_s"] - 1, abs=1e-12
+    )
+    assert result["notes"] == ["bound proven by exact/certificate.json"]
+
+
+REMAKE = "python -m haap_rl.train +search=exact model="
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["certificate=none.json"], ["none.json", "No such file"]),
+        (["certificate=7"], ["must be the name of a file"]),
+        (["certificate="], ["must be the name of a file"]),
+        (["certificate={CERTIFIED}/exact/result.json"], ["is not haap_rl.certificate/1", f"{REMAKE}gpt3_350m"]),
+        (["certificate={CERTIFIED}/exact/trace.csv"], ["is not JSON"]),
+        (
+            ["certificate={CERTIFIED}/exact", "problem.seq_len=1024", "space.recompute=[none]"],
+            [f"for this one: {REMAKE}gpt3_350m cluster=v100x4_t4x4 problem.seq_len=1024 ", "'space.recompute=[none]'"],
+        ),
+        (["certificate={CERTIFIED}/exact", "space.max_stages=3"], ["another problem or space", "space.max_stages=3"]),
+        (["certificate={CERTIFIED}/exact", "model=gpt3_1_3b"], ["(model 'gpt3_350m'", f"{REMAKE}gpt3_1_3b"]),
+        (
+            ["certificate={CERTIFIED}/exact", "cluster.groups.0.num_nodes=2"],
+            ["'space.num_microbatches=[16,32]'", "and this run's cluster settings"],
+        ),
+    ],
+)
+def test_a_certificate_of_something_else_is_one_line_with_status_2_and_nothing_written(
+    certified, here, capfd, arguments, words
+):
+    arguments = [argument.replace("{CERTIFIED}", str(certified)) for argument in arguments]
+    assert main(["+search=random", *SMALL, *SPACE, *arguments, "out=record"]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert all(word in lines[0] for word in ["certificate", *words]), lines[0]
+    assert list(here.iterdir()) == []
+
+
+def test_what_is_too_large_for_the_exact_search_says_so_and_still_leaves_a_plan_and_a_bound(here, capsys):
+    large = ["cluster=h100x512_a100x512", "model=gpt3_175b", "budget.evaluations=300"]
+    assert main(["+search=exact", *large, "out=record"]) == 0
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("search=exact: tables for 1024")
+    ]
+    result = json.loads((here / "record" / "result.json").read_text())
+    assert result["notes"] == [line]
+    assert (result["evaluations"], result["stopped_by"]) == (300, "budget")
+    assert 0 < result["lower_bound_s"] < result["iteration_time_s"]
+    assert json.loads((here / "record" / "certificate.json").read_text())["lower_bound_s"] == result["lower_bound_s"]
+    assert (here / "record" / "plan.json").is_file()

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from haap_rl.cost import schedule
+from haap_rl.cost import kernels, schedule
 
 
 def event_simulation_s(forward, backward, send_forward, send_backward, m):
@@ -91,6 +91,40 @@ def test_bounds_enclose_the_exact_makespan():
         exact = schedule.stage_ends_s(*case)[0]
         assert schedule.lower_bound_s(*case) <= exact * (1 + 1e-12)
         assert schedule.upper_bound_s(*case) >= exact * (1 - 1e-12)
+
+
+def with_tails_s(case, tails):
+    """Seconds until every stage has ended its tail as well."""
+    return max(end + tail for end, tail in zip(schedule.stage_ends_s(*case), tails, strict=True))
+
+
+def test_the_lower_bound_with_tails_is_below_the_last_tail_and_above_the_bound_without():
+    rng = np.random.default_rng(3)
+    for _ in range(4000):
+        case = random_case(rng)
+        tails = (rng.choice([0.1, 3.0, 30.0]) * rng.uniform(0, 1, len(case[0]))).tolist()
+        bound = schedule.lower_bound_s(*case, tails)
+        assert bound <= with_tails_s(case, tails) * (1 + 1e-12)
+        assert bound >= (schedule.lower_bound_s(*case) + tails[0]) * (1 - 1e-12)
+
+
+def test_the_compiled_schedule_keeps_its_bounds_with_tails():
+    rng = np.random.default_rng(4)
+    times = np.zeros((kernels.UP + 1, 10))
+    rows = [kernels.FORWARD, kernels.BACKWARD, kernels.DELAY, kernels.SYNC, kernels.STEP]
+    for x in range(20_000):
+        forward, backward, sends, _, m = random_case(rng)
+        p = len(forward)
+        tails = rng.choice([0.1, 3.0, 30.0]) * rng.uniform(0, 1, (2, p))
+        times[rows, :p] = forward, backward, [*sends, 0.0], *tails
+        lower, exact, upper = (find(times, p, m) for find in (kernels.lower_s, kernels.exact_s, kernels.upper_s))
+        assert lower <= exact * (1 + 1e-12)
+        assert upper >= exact * (1 - 1e-12)
+        if x % 20 == 0:
+            case, tail = (forward, backward, sends, sends, m), tails.sum(0).tolist()
+            assert lower == pytest.approx(schedule.lower_bound_s(*case, tail), rel=1e-12)
+            assert exact == pytest.approx(with_tails_s(case, tail), rel=1e-12)
+            assert upper == pytest.approx(schedule.upper_bound_s(*case) + max(tail), rel=1e-12)
 
 
 def test_safe_upper_bound_holds_where_the_classic_form_fails():
