@@ -40,7 +40,7 @@ class AutoHAAP:
               of the best plan before it turns to the next one
     """
 
-    def __init__(self, starts: int = 100, width: int = 20, patience: float = 0.03) -> None:
+    def __init__(self, starts: int = 100, width: int = 10, patience: float = 0.03) -> None:
         where = "search=autohaap"
         self.starts, self.width = positive_int(where, "starts", starts), positive_int(where, "width", width)
         self.patience = positive_float(where, "patience", patience)
@@ -63,8 +63,8 @@ class AutoHAAP:
             if until is not None:
                 codes = codes[: until - objective.evaluations]
             if len(codes):
-                prices = objective.many(codes)
                 worst = kept[-1].rank if len(kept) == self.width else NOTHING
+                prices = objective.many(codes, np.inf if worst[0] else worst[2])
                 kept += [Kept(rank, codes[i].copy()) for i in range(len(codes)) if (rank := prices.rank(i)) < worst]
                 kept = sorted(kept, key=lambda plan: plan.rank)[: self.width]
             elif until is not None and objective.evaluations >= until:

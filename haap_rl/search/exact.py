@@ -60,21 +60,7 @@ GAPS = (0.1, 0.03, 0.01, 0.003, 0.001, 0.0)  # thresholds of the walk
 SLIGHTLY = 1e-9  # relative: the rounding of sums
 UNEXPLAINED = 1e-3  # share by which the limit on c drops where the tables' least values belong to no one plan
 LEVELS = (0.02, 0.06, 0.15, 0.4)  # boundaries that the tables tell apart, by what they block, as shares of all c
-LOWS = (
-    0.0,
-    0.3,
-    0.4,
-    0.5,
-    0.55,
-    0.6,
-    0.65,
-    0.7,
-    0.75,
-    0.8,
-    0.85,
-    0.9,
-    0.95,
-)  # busy times that they tell apart beside such a boundary, as shares of the longest
+LOWS = (0.0, 0.4, 0.55, 0.65, 0.75, 0.85, 0.93)  # and busy times beside such a boundary, as shares of the longest
 MOST_BYTES = 4 * 2**30  # of one m's tables
 NODES_PER_CALL = 5_000_000  # of a walk, between two looks at the budget: less than a second
 STATES_PER_S = 3e7  # of table entries that one pass sees, for the estimate of what is refused
@@ -89,7 +75,7 @@ class Exact:
     type_contiguous  only plans in which each device group is one run of stages: an ablation, no bound of the space
     """
 
-    def __init__(self, heuristic: int = 5000, nodes: int = 500_000_000, type_contiguous: bool = False) -> None:
+    def __init__(self, heuristic: int = 5000, nodes: int = 300_000_000, type_contiguous: bool = False) -> None:
         where = "search=exact"
         self.heuristic, self.nodes = positive_int(where, "heuristic", heuristic), positive_int(where, "nodes", nodes)
         self.type_contiguous = yes_or_no(where, "type_contiguous", type_contiguous)
