@@ -104,14 +104,14 @@ def interval(gaps: list[Floats]) -> tuple[float, float]:
 
 
 def gaps_of(runs: list[list[dict[str, Any]]], best_s: Sequence[float], budget: int) -> list[Floats] | None:
-    """Per instance, the gap of each seed at a budget, in %; infinity where there was no plan. None: not run so far."""
-    gaps = []
-    for here, known_s in zip(runs, best_s, strict=True):
-        times = [run["best_s"][BUDGETS.index(budget)] for run in here]
-        if any(time is None and run["evaluations"] < budget for time, run in zip(times, here, strict=True)):
-            return None
-        gaps.append(100 * np.array([np.inf if time is None else time / known_s - 1 for time in times]))
-    return gaps
+    """Per instance, the gap of each seed at a budget, in %, infinity where there was no plan. None: none got there."""
+    at = BUDGETS.index(budget)
+    if all(run["best_s"][at] is None for here in runs for run in here):
+        return None
+    return [
+        100 * np.array([np.inf if run["best_s"][at] is None else run["best_s"][at] / known_s - 1 for run in here])
+        for here, known_s in zip(runs, best_s, strict=True)
+    ]
 
 
 def summarise(found: dict[str, Any], instances: Sequence[suite.Certified]) -> dict[str, Any]:
@@ -138,16 +138,15 @@ def summarise(found: dict[str, Any], instances: Sequence[suite.Certified]) -> di
             if gaps is None:
                 continue
             every = np.concatenate(gaps)
+            middle, all_found = interquartile_mean(every), bool(np.isfinite(every).all())
             rows[str(budget)] = {
-                "iqm_gap_pct": interquartile_mean(every),
-                "interval_95_pct": interval(gaps),
-                "mean_gap_pct": float(every.mean()) if np.isfinite(every).all() else None,
-                "worst_gap_pct": float(every.max()) if np.isfinite(every).all() else None,
+                "iqm_gap_pct": middle if math.isfinite(middle) else None,
+                "interval_95_pct": interval(gaps) if all_found else None,
+                "mean_gap_pct": float(every.mean()) if all_found else None,
+                "worst_gap_pct": float(every.max()) if all_found else None,
                 "share_without_plan": float(np.isinf(every).mean()),
                 "share_optimal": float((every <= 100 * OPTIMAL).mean()),
             }
-            if not math.isfinite(interquartile_mean(every)):
-                rows[str(budget)]["iqm_gap_pct"] = rows[str(budget)]["interval_95_pct"] = None
         summary["iqm_gap_pct"][name] = {budget: row["iqm_gap_pct"] for budget, row in rows.items()}
         total = sum(run["seconds"] for here in runs for run in here)
         evaluations = sum(run["evaluations"] for here in runs for run in here)
@@ -173,8 +172,9 @@ def table(summary: dict[str, Any]) -> str:
         for budget, here in row["budgets"].items():
             middle = "-"
             if here["iqm_gap_pct"] is not None:
-                low, high = here["interval_95_pct"]
-                middle = f"{here['iqm_gap_pct']:.3f} ({low:.3f} to {high:.3f})"
+                middle = f"{here['iqm_gap_pct']:.3f}"
+            if here["interval_95_pct"] is not None:
+                middle += " ({:.3f} to {:.3f})".format(*here["interval_95_pct"])
             ends = ["-" if here[key] is None else f"{here[key]:.2f}" for key in ("mean_gap_pct", "worst_gap_pct")]
             lines.append(
                 f"| {name} | {row['seeds']} | {int(budget):,} | {middle} | {ends[0]} | {ends[1]} | "
@@ -217,7 +217,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     floor = 0.003  # %, where a logarithmic axis ends
     for color, (name, row) in enumerate(summary["searchers"].items()):
-        shown = [(int(b), here) for b, here in row["budgets"].items() if here["iqm_gap_pct"] is not None]
+        shown = [(int(b), here) for b, here in row["budgets"].items() if here["interval_95_pct"] is not None]
         if not shown:
             continue
         at, rows = zip(*shown, strict=True)
@@ -228,7 +228,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("plan evaluations")
-    axes.set_ylabel(f"gap to the optimum, % (interquartile mean; {floor} or less at the bottom)")
+    axes.set_ylabel(f"gap to the optimum, % (IQM; {floor} or less at the bottom)", fontsize=9)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

@@ -28,6 +28,7 @@ from haap_rl.problem.formats.files import read_json_object
 from haap_rl.problem.plan import Problem, Stage
 from haap_rl.problem.presets import preset, problem_from_config
 from haap_rl.search.base import Budget, load_searcher, run_search
+from haap_rl.search.certificate import problem_key
 from haap_rl.space.options import SpaceSpec
 from haap_rl.tracking.record import to_json_text, write_files
 
@@ -135,6 +136,9 @@ def certified() -> list[Certified]:
     missing = [instance.name for instance in INSTANCES if instance.name not in entries]
     if missing:
         raise InputError(f"{where}: {missing[0]!r} is not in it; remake it: {COMMAND}")
+    for instance in INSTANCES:
+        if entries[instance.name].get("problem") != problem_key(instance.problem(), spec()):
+            raise InputError(f"{where}: {instance.name!r} was made for another problem or space; remake it: {COMMAND}")
     keys = ("iteration_time_s", "lower_bound_s", "proven_optimal")
     return [Certified(instance, *(entries[instance.name][key] for key in keys)) for instance in INSTANCES]
 

@@ -31,9 +31,10 @@ ROOT = Path(__file__).resolve().parents[1]
 @cache
 def cache_folder() -> Path | None:
     """Where machine code is kept; None where nothing can be written."""
-    digest = hashlib.sha256(f"{numba.__version__} {sys.version}".encode())
-    for path in sorted([*ROOT.glob("cost/*.py"), *ROOT.rglob("kernels.py"), *ROOT.rglob("*_kernels.py")]):
-        digest.update(path.read_bytes())  # numba does not see a change in a function that a kernel calls
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version} {ROOT}".encode())
+    rooms = [path for room in ("cost", "space", "problem") for path in ROOT.glob(f"{room}/*.py")]
+    for path in sorted([*rooms, *ROOT.glob("search/*_kernels.py")]):
+        digest.update(path.read_bytes())  # numba does not see a change in a function or a constant that a kernel uses
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "haap_rl" / f"numba-{numba.__version__}-{digest.hexdigest()[:16]}"
     try:

@@ -304,17 +304,23 @@ class Objective:
         remaining = self.remaining
         if remaining is not None and remaining <= 0:
             raise BudgetExhausted
+        self.check_seconds()
+
+    def check_seconds(self) -> None:
+        """Raise BudgetExhausted if the seconds are spent; for work that prices nothing."""
         if self.budget is not None and self.budget.seconds is not None and self.seconds > self.budget.seconds:
             raise BudgetExhausted
 
     def many(self, codes: Codes, limit_s: float = math.inf) -> Prices:
         """Prices of a batch of the space's plans, one row each (`Space.encode`), counted one by one.
 
-        limit_s: a plan whose lower bound is at least so much need not be priced to the end; it counts all the same.
+        limit_s: a plan whose lower bound is at least so much, and at least the best time so far, need not be priced to
+        the end; it counts all the same.
         Where the budget ends within the batch, what is left of it is priced and BudgetExhausted raised.
         """
         self.checkpoint()
         allowed = len(codes) if self.remaining is None else min(len(codes), self.remaining)
+        limit_s = max(limit_s, self.best_s)  # so that a bound never passes for the time of a better plan
         self.last = prices = self._price(np.ascontiguousarray(codes[:allowed]), limit_s)
         self.evaluations += allowed
         self._offer(prices, lambda i: codes[i].copy())
@@ -487,8 +493,9 @@ class Searcher(Protocol):
     """Proposes plans to `objective` until it returns or BudgetExhausted passes through it.
 
     All randomness comes from `rng`. What it proves on the way it tells `objective.prove`.
-    A searcher may also have `artifacts() -> Mapping[str, bytes]`, file names and contents worth keeping: it is asked
-    once after the search, however that ended, and the files are written beside the record.
+    A searcher may also have `prepare()`, called before the clock starts: it compiles kernels of its own. And it may
+    have `artifacts() -> Mapping[str, bytes]`, file names and contents worth keeping: it is asked once after the search,
+    however that ended, and the files are written beside the record.
     """
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None: ...
@@ -517,6 +524,7 @@ def run_search(
     """
     spec = space or SpaceSpec()
     compile_kernels()
+    getattr(searcher, "prepare", compile_kernels)()
     bound = lower_bound(problem, spec, profile)
     pruning = pruning_report(problem, spec, profile)
     if on_start is not None and bound.seconds != np.inf:

@@ -1,7 +1,8 @@
 """A proven optimum: dynamic programming on a lower bound of the schedule, then every plan that could beat the best.
 
 The bound of a plan with m micro-batches, s counting its stages from the end, f and b its forward and backward seconds
-with what transfers block of them, t = f + b (derived in `cost.schedule.lower_bound_s`):
+with what transfers block of them, t = f + b (the paths of `cost.schedule.lower_bound_s`; the second trip holds for the
+tail of any stage, since its path goes down to the end last and can come up to each):
 
     bound = P + max_s c_s    P    one micro-batch alone, from the first stage down to the end and up to the stage whose
                                   tail (gradient sync and optimiser step) then ends last
@@ -85,7 +86,12 @@ class Exact:
         """The certificate of the last search."""
         return {FILE: (json.dumps(self.certificate, indent=2) + "\n").encode()} if self.certificate else {}
 
+    def prepare(self) -> None:
+        """Have the kernels of the proof compiled, or loaded."""
+        ready("exact search", warm_up)
+
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
+        self.prepare()
         proof = Proof(objective, self.nodes, self.type_contiguous)
         try:
             self._search(proof, objective, rng)
@@ -102,10 +108,8 @@ class Exact:
             while objective.evaluations < until:
                 heuristic.descend(objective, rng, until - objective.evaluations)
         if proof.too_large:
-            proof.message = proof.too_large
             while True:  # the best plan that the budget gives, beside the bound that every run has
                 AutoHAAP().search(objective.problem, objective, rng)
-        ready("exact search", warm_up)
         proof.bound()
         for gap in GAPS:
             if proof.best_s / max(proof.lower_s, 1e-300) - 1 > gap and not proof.close(gap):
@@ -124,8 +128,7 @@ class Proof:
         self.most_nodes = most_nodes
         self.lower_s, self.best_s = 0.0, INF
         self.solves = self.states = self.nodes = self.plans = 0
-        self.message = ""
-        self.too_large = _too_large(self.space)
+        self.message = self.too_large = _too_large(self.space)
         self._bounds: dict[int, Bounded] = {}
         self._found: list[Code] = []
         self._buffers: dict[tuple[int, ...], tuple[Pass, Choices]] = {}
@@ -169,7 +172,7 @@ class Proof:
         best_code: Code | None = None
         most_c = self.best_s if self.best_s < INF else INF / 10
         while most_c > 0:
-            self.objective.checkpoint()
+            self.objective.check_seconds()
             found_s, states = exact_kernels.solve(program, most_c, 0.0, self.best_s, tables, choices)
             self.solves, self.states = self.solves + 1, self.states + states
             if found_s >= INF:
@@ -185,8 +188,9 @@ class Proof:
                 best_code = code.copy() if code[1] > 0 else best_code
             most_c = min(largest_c * (1 - SLIGHTLY), least_s - found_s, self.best_s - found_s)
         if best_code is not None:
-            self._offer(1, best_code)
             self._found.append(best_code)
+            if self.objective.remaining != 0:
+                self._offer(1, best_code)
         return Bounded(min(least_s, self.best_s), infeasible_c, alone_s)
 
     def _polish(self, code: Code) -> None:
@@ -291,8 +295,14 @@ class Proof:
         """What the proof took, one line; empty before it began."""
         if not self.solves:
             return ""
+        instead = ""
+        if self.contiguous:  # the bound of the run is that of the whole space
+            instead = (
+                f"of the plans in which each device group is one run of stages the best takes {self.best_s:.3f} s, and "
+                f"none less than {self.lower_s:.3f} s (proven); "
+            )
         return (
-            f"the proof took {self.solves:,} passes of the dynamic program ({self.states:,} states) and "
+            f"{instead}the proof took {self.solves:,} passes of the dynamic program ({self.states:,} states) and "
             f"{self.nodes:,} steps of the walk, which completed {self.plans:,} plans"
         )
 
@@ -381,7 +391,8 @@ def build(space: Space, m: int, contiguous: bool, best_s: float) -> exact_kernel
         index = np.searchsorted(wanted, np.unique(blocked_s), side="right") - 1
         steps = [np.unique(blocked_s)[index == i].min() for i in range(1, len(wanted)) if (index == i).any()]
         levels = np.array([0.0, *steps])
-        if _table_bytes(space, C * (1 + len(steps) * len(LOWS)), len(used)) > MOST_BYTES:
+        kinds_of_boundary = 1 + len(steps) * len(LOWS)
+        if _table_bytes(space, C * kinds_of_boundary, C, kinds_of_boundary, len(used)) > MOST_BYTES:
             levels = np.zeros(1)
     level = np.searchsorted(levels, blocked_s, side="right") - 1
     buckets = len(LOWS)
@@ -520,8 +531,11 @@ def device_units(space: Space) -> list[int]:
     return [math.gcd(*some) if some else n for some, n in zip(sizes, space.num_devices, strict=True)]
 
 
-def _table_bytes(space: Space, types: int, device_states: int) -> int:
-    return (space.max_stages + 1) * (types * 16 + 5) * (space.num_layers + 1) * device_states
+def _table_bytes(space: Space, types: int, shapes: int, kinds_of_boundary: int, device_states: int) -> int:
+    """Bytes of a pass's tables and of its choices."""
+    per_layer = (types * 16 + 5) * device_states
+    per_layer += (types + shapes) * kinds_of_boundary * 8 * (2 * exact_kernels.CHOICES + 1)
+    return (space.max_stages + 1) * (space.num_layers + 1) * per_layer
 
 
 def _too_large(space: Space) -> str:
@@ -533,7 +547,9 @@ def _too_large(space: Space) -> str:
         shapes = {tuple((g, tp * dp) for g, tp, dp in option.parts) for option in space.options}
         shapes = {shape for shape in shapes if all(n % units[g] == 0 for g, n in shape)}
         states = math.prod(n + 1 for n in counts)
-        return _table_bytes(space, len(shapes), states), len(shapes) * states * space.num_layers * space.max_stages
+        return _table_bytes(space, len(shapes), len(shapes), 1, states), len(
+            shapes
+        ) * states * space.num_layers * space.max_stages
 
     units = device_units(space)
     memory, work = needs(units)

@@ -31,8 +31,8 @@ def random_problem(rng):
             memory_gb=room(float(rng.uniform(0.4, 6.0))),
             tflops=float(rng.uniform(10, 100)),
             intra_gb=float(rng.choice([1, 20, 100])),
-            inter_gb=float(rng.choice([0.2, 2, 20, 200])),
-            latencies_us=((20, 50), (20, 20), (1000, 5))[int(rng.integers(3))],
+            inter_gb=float(rng.choice([0.02, 0.2, 2, 20, 200])),
+            latencies_us=((20, 50), (20, 20), (1000, 5), (1, 1e5))[int(rng.integers(4))],
             nics=int(rng.choice([1, 2, 4])),
         )
         for name in names
@@ -56,10 +56,19 @@ def random_problem(rng):
     return target, spec
 
 
+def check_cut_proofs(target, spec, best, rng):
+    """A proof that is cut short, by steps or by evaluations, proves nothing that is not so."""
+    cut = Exact(heuristic=1, nodes=int(rng.integers(1, 40)))
+    result = run_search(cut, target, Budget(evaluations=int(rng.integers(1, 60))), seed=1, space=spec)
+    assert result.lower_bound_s <= best * (1 + 1e-12)
+    if result.proven_optimal:
+        assert result.estimate.iteration_s == pytest.approx(best, rel=1e-9)
+
+
 def test_exact_equals_brute_force_on_random_problems():
     """200 of them, up to three device types, a third with stages on two types; every bound holds for every plan."""
     rng = np.random.default_rng(0)
-    solved = infeasible = three = mixed = equal = programs = 0
+    solved = infeasible = three = mixed = equal = programs = leveled = 0
     while solved < 200:
         target, spec = random_problem(rng)
         if not 0 < pruning_report(target, spec).plans <= 400:  # brute force must end
@@ -80,6 +89,8 @@ def test_exact_equals_brute_force_on_random_problems():
         assert result.estimate.iteration_s == pytest.approx(best, rel=1e-9)
         assert result.proven_optimal
         assert result.stopped_by == "finished"
+        if solved % 2:
+            check_cut_proofs(target, spec, best, rng)
         for m in space.num_microbatches:
             program = build(space, m, False, math.inf)
             if program is None:
@@ -91,12 +102,20 @@ def test_exact_equals_brute_force_on_random_problems():
             proof = Proof(Objective(target, space=spec), 10**9, contiguous=False)  # one that knows no plan yet
             found_s = proof.least_bound(m).least_s
             assert found_s <= min(bounds, default=math.inf) * (1 + 1e-9)
+            for factor in (1.0000001, 1.5, 4.0):  # a known time: slow boundaries and busy times beside them count
+                proof = Proof(Objective(target, space=spec), 10**9, contiguous=False)
+                proof.best_s = best * factor
+                known = build(space, m, False, proof.best_s)
+                leveled += len(known.levels) > 1
+                best_here = min((iteration_s for _, iteration_s in here), default=math.inf)
+                assert proof.least_bound(m).least_s <= min(best_here, best * factor) * (1 + 1e-9)
             if bounds:
                 programs += 1
                 equal += found_s == pytest.approx(min(bounds), rel=1e-9)
     assert infeasible < 100
     assert three >= 30
     assert mixed >= 20
+    assert leveled >= 100
     assert equal >= 0.9 * programs  # the rest: a first stage with few options kept is bounded more loosely
 
 
