@@ -36,6 +36,7 @@ FILE = Path(__file__).with_suffix(".json")
 SCHEMA = "haap_rl.suite/1"
 COMMAND = "python -m experiments.suite"
 EVALUATIONS = 10**9  # the walk's steps end a proof, not its plans
+NODES = 1_000_000_000  # steps of the walk; some twenty seconds
 RANDOM_EVALUATIONS, RANDOM_SEEDS = 10_000, (0, 1, 2)
 OPTIONS = {"out": str(FILE.parent), "only": 0}
 
@@ -145,7 +146,7 @@ def certified() -> list[Certified]:
 
 def certify(instance: Instance) -> dict[str, Any]:
     """What the exact search proves about an instance, and how far random search is from it."""
-    exact = load_searcher("exact")
+    exact = load_searcher("exact", {"nodes": NODES})
     result = run_search(exact, instance.problem(), Budget(EVALUATIONS), seed=0, space=spec())
     if result.estimate is None or result.plan is None:
         raise InputError(f"suite: {instance.name}: {result.reason}")
