@@ -162,7 +162,7 @@ class Proof:
             self.objective.prove(self.lower_s)
 
     def least_bound(self, m: int) -> Bounded:
-        """Squeeze S and c of one micro-batch count until they meet."""
+        """Squeeze P and c of one micro-batch count until they meet."""
         program = build(self.space, m, self.contiguous, self.best_s)
         if program is None:
             return Bounded(self.best_s, self.best_s, 0.0)
