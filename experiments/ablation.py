@@ -17,14 +17,13 @@ Written at the end: runs.csv, table.md, summary.json.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import io
-import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ import numpy as np
 
 from experiments import suite
 from experiments.search_quality import interquartile_mean
+from experiments.stored import stored
 from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import positive_float, positive_int, yes_or_no
@@ -109,18 +109,10 @@ def run_all(options: dict[str, Any], instances: Sequence[suite.Certified], out: 
                     "settings": preset("search", "autohaap"),
                     "estimator": fingerprint(),
                     "instance": certified.instance.name,
+                    "best_known_s": certified.iteration_time_s,
                 }
                 path = folder / f"{equal}-{variant.name}-{number:02d}-{seed}.json".replace(" ", "_")
-                with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):  # not there or broken: it is run
-                    saved = json.loads(path.read_text())
-                    if saved["settings"] == key:
-                        runs.append(saved["run"])
-                        continue
-                run = run_once(variant, certified, budget, seed)
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text(json.dumps({"settings": key, "run": run}))
-                temporary.replace(path)
-                runs.append(run)
+                runs.append(stored(path, key, partial(run_once, variant, certified, budget, seed)))
         found[equal, variant.name] = runs
         print(f"equal {equal}, {variant.name}: {len(runs)} runs", flush=True)
     return found

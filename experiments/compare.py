@@ -12,10 +12,8 @@ runs.csv (one row per run), summary.json, table.md, curves.png.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from experiments.stored import stored
 from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, positive_int
@@ -121,7 +120,7 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
         raise InputError(f"compare: seeds={len(seeds)} would reach the tuning seeds; use at most {most}")
     (out / "runs").mkdir(parents=True, exist_ok=True)
 
-    def stored(name: str, seed: int, cached: bool) -> dict[str, Any]:
+    def figures(name: str, seed: int, cached: bool) -> dict[str, Any]:
         settings = {
             "model": problem.model.name,
             "cluster": problem.cluster.name,
@@ -131,14 +130,7 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
             "estimator": fingerprint(),
         }
         path = out / "runs" / f"{name}-{seed}{'' if cached else '-uncached'}.json"
-        with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):  # not there or broken: it is run
-            saved: dict[str, Any] = json.loads(path.read_text())
-            if saved["settings"] == settings:
-                return saved["run"]  # type: ignore[no-any-return]
-        run = run_once(name, problem, evaluations, seed, cached)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"settings": settings, "run": run}))
-        temporary.replace(path)
+        run = stored(path, settings, lambda: run_once(name, problem, evaluations, seed, cached))
         found = "no plan that fits" if run["iteration_time_s"] is None else f"{run['iteration_time_s']:.4f} s"
         print(f"{name} seed {seed}{'' if cached else ' uncached'}: {found}", flush=True)
         return run
@@ -147,9 +139,9 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
     uncached: dict[str, Any] = {}
     for name in methods:
         run_once(name, problem, 50, seed=0, cached=True)  # so that no timed run pays for imports
-        cached[name] = [stored(name, first, True)]
-        uncached[name] = stored(name, first, False)  # right after its twin: the ratio of their seconds is reported
-        cached[name] += [stored(name, seed, True) for seed in seeds[1:]]
+        cached[name] = [figures(name, first, True)]
+        uncached[name] = figures(name, first, False)  # right after its twin: the ratio of their seconds is reported
+        cached[name] += [figures(name, seed, True) for seed in seeds[1:]]
     return cached, uncached
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments import suite
 from haap_rl import configs
 from haap_rl.problem.errors import InputError, positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
@@ -44,11 +45,6 @@ class Case(NamedTuple):
         return f"{self.model} on {' + '.join(f'{8 * nodes} {device}' for device, nodes in self.groups)}"
 
     def problem(self) -> Problem:
-        groups = []
-        for device, nodes in self.groups:
-            node = preset("device", device)["node"]
-            links = {key: node[key] for key in ("intra_node", "inter_node", "nics_per_node") if key in node}
-            groups.append({"name": device, "device": device, "num_nodes": nodes, "devices_per_node": 8, **links})
         settings = {
             **preset("problem", "default"),
             "global_batch_size": self.global_batch_size,
@@ -56,7 +52,8 @@ class Case(NamedTuple):
             "precision": "bf16",
             "fused_attention": True,
         }
-        return problem_from_config(preset("model", self.model), {"name": "large", "groups": groups}, settings)
+        cluster = suite.cluster_of("large", tuple((device, nodes, 8) for device, nodes in self.groups))
+        return problem_from_config(preset("model", self.model), cluster, settings)
 
     def spec(self, unit: int = 1) -> SpaceSpec:
         counts = tuple(m for m in (8, 16, 32, 64, 128, 256) if self.global_batch_size % m == 0)

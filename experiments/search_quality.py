@@ -14,13 +14,12 @@ within each instance; Agarwal et al. 2021), mean, worst, share of runs at the op
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
-import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments import suite
+from experiments.stored import stored
 from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, positive_int, yes_or_no
@@ -72,16 +72,7 @@ def run_all(names: Sequence[str], seeds: int, instances: Sequence[suite.Certifie
             for seed in range(seeds if name != "megatron" else 1):  # which draws nothing
                 path = folder / f"{name}-{number:02d}-{seed}.json"
                 key = {**settings, "instance": certified.instance.name}
-                with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):  # not there or broken: it is run
-                    saved = json.loads(path.read_text())
-                    if saved["settings"] == key:
-                        runs.append(saved["run"])
-                        continue
-                run = run_once(name, certified, evaluations, seed)
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text(json.dumps({"settings": key, "run": run}))
-                temporary.replace(path)
-                runs.append(run)
+                runs.append(stored(path, key, partial(run_once, name, certified, evaluations, seed)))
             found[name].append(runs)
             print(f"{name}: {number + 1} of {len(instances)} instances", flush=True)
     return found

@@ -58,13 +58,18 @@ class Instance(NamedTuple):
         return sum(nodes * each for _, nodes, each in self.groups)
 
     def problem(self) -> Problem:
-        groups = []
-        for device, nodes, each in self.groups:
-            node = preset("device", device)["node"]
-            links = {key: node[key] for key in ("intra_node", "inter_node", "nics_per_node") if key in node}
-            groups.append({"name": device, "device": device, "num_nodes": nodes, "devices_per_node": each, **links})
-        cluster = {"name": self.name.partition(" on ")[2].replace(" ", ""), "groups": groups}
+        cluster = cluster_of(self.name.partition(" on ")[2].replace(" ", ""), self.groups)
         return problem_from_config(preset("model", self.model), cluster, preset("problem", "default"))
+
+
+def cluster_of(name: str, groups: Groups) -> dict[str, Any]:
+    """The mapping of a cluster of these groups, with the links of the node that each device usually comes in."""
+    entries = []
+    for device, nodes, each in groups:
+        node = preset("device", device)["node"]
+        links = {key: node[key] for key in ("intra_node", "inter_node", "nics_per_node") if key in node}
+        entries.append({"name": device, "device": device, "num_nodes": nodes, "devices_per_node": each, **links})
+    return {"name": name, "groups": entries}
 
 
 @cache

@@ -23,7 +23,7 @@ from haap_rl.cost.estimator import FIRST, LAST
 from haap_rl.problem.plan import RECOMPUTE_MODES
 from haap_rl.space import moves
 from haap_rl.space.moves import TRIES, Move
-from haap_rl.space.space import Genome, Space
+from haap_rl.space.space import Space
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -85,23 +85,6 @@ class Neighbourhood(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------- codes and tables
-def encode(space: Space, genome: Genome) -> Ints:
-    """The row of a genome."""
-    p, most = len(genome.options), space.max_stages
-    row = np.zeros(2 + 2 * most, np.int64)
-    row[:2] = space.num_microbatches.index(genome.num_microbatches), p
-    row[2 : 2 + p] = genome.options
-    row[2 + most : 2 + most + p] = genome.layers
-    return row
-
-
-def genome_of(space: Space, row: Ints) -> Genome:
-    """The genome of a row."""
-    m, p, *stages = row.tolist()
-    most = space.max_stages
-    return Genome(space.num_microbatches[m], tuple(stages[:p]), tuple(stages[most : most + p]))
-
-
 def coded(edits: Iterable[Move]) -> Ints:
     """(n, 3) moves as numbers: kind, stage, argument."""
     return np.array([(KINDS.index(kind), *where) for kind, *where in edits], np.int64).reshape(-1, 3)

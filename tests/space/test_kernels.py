@@ -94,8 +94,8 @@ def test_the_spaces_are_what_they_are_for():
 def test_rows_and_genomes_are_inverse(name):
     space, _, _ = bound(name)
     for genome in genomes(name):
-        row = kernels.encode(space, genome)
-        assert kernels.genome_of(space, row) == genome
+        row = space.encode([genome])[0]
+        assert space.genome_of(row) == genome
         assert row.sum() == row[:2].sum() + sum(genome.options) + space.num_layers
 
 
@@ -138,7 +138,7 @@ def test_decode_and_holds_judge_any_options_alike(name):
         assert kernels.decode(nb, row) == (wanted is not None)
         outcomes.add((holds, wanted is not None))
         if wanted is not None:
-            assert row.tolist() == kernels.encode(space, wanted).tolist()
+            assert row.tolist() == space.encode([wanted])[0].tolist()
     assert len(outcomes) > 1
 
 
@@ -149,7 +149,7 @@ def test_every_move_gives_the_plan_of_the_readable_one(name):
     table = kernels.coded(edits)
     kinds = set()
     for genome in genomes(name):
-        row, out, mask = kernels.encode(space, genome), empty(space)[0], np.zeros(len(edits), bool)
+        row, out, mask = space.encode([genome])[0], empty(space)[0], np.zeros(len(edits), bool)
         wanted = [moves.apply(space, genome, move) for move in edits]
         assert kernels.legal_mask(nb, row, table, mask) == mask.sum()
         assert mask.tolist() == [after is not None for after in wanted]
@@ -158,7 +158,7 @@ def test_every_move_gives_the_plan_of_the_readable_one(name):
             assert moves.is_legal(space, genome, move) == (after is not None)
             if after is not None:
                 kinds.add(move.kind)
-                assert out.tolist() == kernels.encode(space, after).tolist(), (genome, move)
+                assert out.tolist() == space.encode([after])[0].tolist(), (genome, move)
     assert len(kinds) >= 8
 
 
@@ -166,12 +166,12 @@ def test_every_move_gives_the_plan_of_the_readable_one(name):
 def test_random_neighbours_are_the_same_from_the_same_generator(name):
     space, nb, edits = bound(name)
     readable, compiled = np.random.default_rng(3), np.random.default_rng(3)
-    codes = np.array([kernels.encode(space, genome) for genome in genomes(name)])
+    codes = np.array([space.encode([genome])[0] for genome in genomes(name)])
     out = empty(space, len(codes))
     for few in (edits, edits[:1], edits[5:12], ()):
         kernels.random_neighbours(nb, codes, kernels.coded(few), compiled, out)
         wanted = [moves.random_neighbour(space, genome, few, readable) for genome in genomes(name)]
-        assert [kernels.genome_of(space, row) for row in out] == wanted
+        assert [space.genome_of(row) for row in out] == wanted
     assert readable.random() == compiled.random()
 
 
@@ -179,7 +179,7 @@ def test_where_few_moves_are_legal_they_are_still_drawn_alike():
     # two legal moves among very many: some streams run out of tries, and the legal ones are looked for
     space, nb, edits = bound("default")
     genome = genomes("default")[0]
-    row = kernels.encode(space, genome)
+    row = space.encode([genome])[0]
     legal = [move for move in edits if moves.is_legal(space, genome, move)]
     illegal = [move for move in edits if not moves.is_legal(space, genome, move)]
     listed = (*illegal[:1] * 400, *legal[:1], *illegal[:1] * 400, *legal[1:2])
@@ -188,7 +188,7 @@ def test_where_few_moves_are_legal_they_are_still_drawn_alike():
         out = empty(space, 20)
         kernels.random_neighbours(nb, np.tile(row, (20, 1)), kernels.coded(many), compiled, out)
         wanted = [moves.random_neighbour(space, genome, many, readable) for _ in range(20)]
-        assert [kernels.genome_of(space, found) for found in out] == wanted
+        assert [space.genome_of(found) for found in out] == wanted
     assert wanted[0] == genome  # none of these is legal
     assert readable.random() == compiled.random()
 
@@ -198,12 +198,10 @@ def test_relief_gives_the_same_plans_in_the_same_order(name):
     space, nb, _ = bound(name)
     out = empty(space, kernels.most_relief(space) + 1)
     for genome in genomes(name)[: 6 if name == "mixed stages" else 14]:
-        row = kernels.encode(space, genome)
+        row = space.encode([genome])[0]
         for stage in range(len(genome.options)):
             count = kernels.relief(nb, row, stage, out)
-            assert [kernels.genome_of(space, found) for found in out[:count]] == list(
-                moves.relief(space, genome, stage)
-            )
+            assert [space.genome_of(found) for found in out[:count]] == list(moves.relief(space, genome, stage))
             assert len(np.unique(out[:count], axis=0)) == count
 
 
@@ -214,9 +212,9 @@ def test_draws_are_the_same_from_the_same_generator(name):
     readable, compiled = np.random.default_rng(11), np.random.default_rng(11)
     out = empty(space, 120)
     assert kernels.draw(nb, compiled, out)
-    assert [kernels.genome_of(space, row) for row in out] == [space.draw(readable) for _ in out]
+    assert [space.genome_of(row) for row in out] == [space.draw(readable) for _ in out]
     assert readable.random() == compiled.random()
-    assert all((row == kernels.encode(space, kernels.genome_of(space, row))).all() for row in out)
+    assert all((row == space.encode([space.genome_of(row)])[0]).all() for row in out)
 
 
 def test_draws_on_a_cluster_whose_devices_are_counted_in_coarser_units():
@@ -228,7 +226,7 @@ def test_draws_on_a_cluster_whose_devices_are_counted_in_coarser_units():
     readable, compiled = np.random.default_rng(2), np.random.default_rng(2)
     out = empty(space, 30)
     assert kernels.draw(nb, compiled, out)
-    assert [kernels.genome_of(space, row) for row in out] == [space.draw(readable) for _ in out]
+    assert [space.genome_of(row) for row in out] == [space.draw(readable) for _ in out]
 
 
 def test_no_draw_where_nothing_fits_but_moves_still_say_so():
@@ -237,6 +235,6 @@ def test_no_draw_where_nothing_fits_but_moves_still_say_so():
     space = Space(target, SpaceSpec(**SMALL), Estimator(target))
     nb = kernels.build(space)
     assert not kernels.draw(nb, np.random.default_rng(0), empty(space))
-    row = kernels.encode(space, Genome(4, (0, 1), (2, 2)))
+    (row,) = space.encode([Genome(4, (0, 1), (2, 2))])
     mask = np.ones(1, bool)
     assert kernels.legal_mask(nb, row, kernels.coded([moves.Move("swap")]), mask) == 0
