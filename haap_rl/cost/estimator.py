@@ -139,6 +139,11 @@ class UnitTime(NamedTuple):
     tensor_parallel_s: float  # of forward and backward together, when nothing is recomputed
     num_operators: int
 
+    def backward(self, recompute: str) -> float:
+        """Seconds of the backward pass with a mode of recomputation."""
+        again = {"none": self.backward_s, "selective": self.backward_selective_s, "full": self.backward_full_s}
+        return again[recompute]
+
 
 class StageCost(NamedTuple):
     """Seconds of one stage, before the transfers to its neighbours; recomputation is inside `backward_s`."""
@@ -498,8 +503,7 @@ class Estimator:
                 plain_backward_s += count * time.backward_s
                 tp_s += count * time.tensor_parallel_s
                 if unit == "layer":
-                    again_s = time.backward_full_s if key.recompute == "full" else time.backward_selective_s
-                    backward_s += plain * time.backward_s + key.num_recomputed * again_s
+                    backward_s += plain * time.backward_s + key.num_recomputed * time.backward(key.recompute)
                 else:
                     backward_s += time.backward_s
             if forward_s + backward_s > slowest_forward + slowest_backward:

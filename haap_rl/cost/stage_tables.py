@@ -255,9 +255,7 @@ def _fill_times(
         shown = np.zeros(num_layers)
         for replica in replicas:
             time = [_unit_time(estimator, unit, replica, sequence_parallel) for unit in ("layer", *ends)]
-            again = {"none": time[0].backward_s, "selective": time[0].backward_selective_s}
-            again_s = again.get(recompute, time[0].backward_full_s)
-            here = np.array([layers * time[0].forward_s, layers * again_s])
+            here = np.array([layers * time[0].forward_s, layers * time[0].backward(recompute)])
             tp_s = layers * time[0].tensor_parallel_s
             for end in time[1:]:
                 here[0] += end.forward_s

@@ -19,6 +19,7 @@ from haap_rl.problem.errors import InputError, check_keys, positive_int
 from haap_rl.problem.model import Unit
 from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
 
+MOST_DEVICES = 1_000_000  # of a device group: tables list them one by one
 SEQUENCE_PARALLEL = True  # dominates in memory at equal time, so the space always uses it
 
 
@@ -117,7 +118,16 @@ class Option(NamedTuple):
 
 
 def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
-    """Every option of the space that is legal for the problem, whatever its memory, in a fixed order."""
+    """Every option of the space that is legal for the problem, whatever its memory, in a fixed order.
+
+    Raises InputError for a device group with more devices than tables can list.
+    """
+    for group in problem.cluster.groups:
+        if group.num_devices > MOST_DEVICES:
+            raise InputError(
+                f"space: device group {group.name!r} has {group.num_devices:,} devices, and at most {MOST_DEVICES:,} can "
+                "be planned; lower num_nodes or devices_per_node"
+            )
     shapes = []
     for index, group in enumerate(problem.cluster.groups):
         for size in sorted(spec.group_sizes):
@@ -138,7 +148,9 @@ def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
     return tuple(options)
 
 
-def replica_sizes(problem: Problem, estimator: Estimator, option: Option, m: int) -> tuple[int, ...] | None:
+def replica_sizes(
+    problem: Problem, spec: SpaceSpec, estimator: Estimator, option: Option, m: int
+) -> tuple[int, ...] | None:
     """Micro-batch size of each replica group of an option at m micro-batches; None where none divides it.
 
     On two device groups: of the whole sizes that add up, those with which the slower replica ends a layer first, one
@@ -156,9 +168,9 @@ def replica_sizes(problem: Problem, estimator: Estimator, option: Option, m: int
         slowest_s, missing, dp = 0.0, 0, option.dp + option.partner.dp
         for (group, tp, _), mine in zip(option.parts, sizes, strict=True):
             time = estimator.unit_time(UnitKey("layer", group, tp, 1, mine, SEQUENCE_PARALLEL))
-            again = {"none": time.backward_s, "selective": time.backward_selective_s}
-            slowest_s = max(slowest_s, time.forward_s + again.get(option.recompute, time.backward_full_s))
-            part = estimator.unit_memory("layer", tp, dp, mine, option.recompute, 1, SEQUENCE_PARALLEL, group)
+            slowest_s = max(slowest_s, time.forward_s + time.backward(option.recompute))
+            mode, zero = option.recompute, spec.zero_stage
+            part = estimator.unit_memory("layer", tp, dp, mine, mode, zero, SEQUENCE_PARALLEL, group)
             needed = part.weights + part.gradients + part.optimizer + part.activation + part.working
             missing += max(0, needed - estimator.usable_bytes(group))
         if best is None or (missing, slowest_s) < best[0]:
@@ -196,7 +208,7 @@ class Tables:
         self.max_layers: npt.NDArray[np.int64] = np.zeros((len(options), POSITIONS, self.max_stages + 1), np.int64)
         in_flight = np.minimum(np.arange(1, self.max_stages + 1), m)
         for k, option in enumerate(options):
-            sizes = replica_sizes(problem, estimator, option, m)
+            sizes = replica_sizes(problem, spec, estimator, option, m)
             if sizes is None:
                 continue
             most = np.full((POSITIONS, self.max_stages), problem.model.num_layers)
@@ -205,9 +217,7 @@ class Tables:
                 times = []
                 for unit in _UNITS:
                     time = estimator.unit_time(UnitKey(unit, group, tp, 1, size, SEQUENCE_PARALLEL))
-                    again = {"none": time.backward_s, "selective": time.backward_selective_s}
-                    again_s = again.get(option.recompute, time.backward_full_s) if unit == "layer" else time.backward_s
-                    times.append((time.forward_s, again_s))
+                    times.append((time.forward_s, time.backward(option.recompute if unit == "layer" else "none")))
                 if sum(times[1]) > slowest_s:
                     slowest_s = sum(times[1])
                     self.forward_s[k], self.backward_s[k] = np.array(times).T

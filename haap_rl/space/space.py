@@ -162,7 +162,7 @@ class Space:
     def sizes(self, m: int, k: int) -> tuple[int, ...] | None:
         """Micro-batch size of each replica group of option k at `m` micro-batches; None where none divides it."""
         if (m, k) not in self._sizes:
-            self._sizes[m, k] = replica_sizes(self.problem, self.estimator, self.options[k], m)
+            self._sizes[m, k] = replica_sizes(self.problem, self.spec, self.estimator, self.options[k], m)
         return self._sizes[m, k]
 
     def encode(self, genomes: Sequence[Genome]) -> Codes:

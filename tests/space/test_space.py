@@ -10,6 +10,7 @@ import pytest
 from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import load_problem, preset
+from haap_rl.search.base import Budget, load_searcher, run_search
 from haap_rl.space import moves
 from haap_rl.space.balance import even_split, water_fill
 from haap_rl.space.bound import lower_bound
@@ -294,3 +295,10 @@ def test_random_neighbour_is_a_neighbour():
     neighbours = {moves.apply(space, genome, move) for move in everything} - {None}
     assert all(moves.random_neighbour(space, genome, everything, rng) in neighbours for _ in range(20))
     assert isinstance(genome, Genome)
+
+
+def test_a_cluster_that_no_table_could_list_is_refused_before_one_is_built():
+    target = problem((group("huge", nodes=10**12),))
+    with pytest.raises(InputError, match=r"'huge' has 4,000,000,000,000 devices.*at most 1,000,000") as error:
+        run_search(load_searcher("random"), target, Budget(evaluations=10))
+    assert "\n" not in str(error.value)
