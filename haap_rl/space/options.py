@@ -125,8 +125,8 @@ def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
     for group in problem.cluster.groups:
         if group.num_devices > MOST_DEVICES:
             raise InputError(
-                f"space: device group {group.name!r} has {group.num_devices:,} devices, and at most {MOST_DEVICES:,} can "
-                "be planned; lower num_nodes or devices_per_node"
+                f"space: device group {group.name!r} has {group.num_devices:,} devices, and at most {MOST_DEVICES:,} "
+                "can be planned; lower num_nodes or devices_per_node"
             )
     shapes = []
     for index, group in enumerate(problem.cluster.groups):
