@@ -19,7 +19,6 @@ from haap_rl.problem.errors import InputError, check_keys, positive_int
 from haap_rl.problem.model import Unit
 from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
 
-MOST_DEVICES = 1_000_000  # of a device group: tables list them one by one
 SEQUENCE_PARALLEL = True  # dominates in memory at equal time, so the space always uses it
 
 
@@ -118,16 +117,7 @@ class Option(NamedTuple):
 
 
 def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
-    """Every option of the space that is legal for the problem, whatever its memory, in a fixed order.
-
-    Raises InputError for a device group with more devices than tables can list.
-    """
-    for group in problem.cluster.groups:
-        if group.num_devices > MOST_DEVICES:
-            raise InputError(
-                f"space: device group {group.name!r} has {group.num_devices:,} devices, and at most {MOST_DEVICES:,} "
-                "can be planned; lower num_nodes or devices_per_node"
-            )
+    """Every option of the space that is legal for the problem, whatever its memory, in a fixed order."""
     shapes = []
     for index, group in enumerate(problem.cluster.groups):
         for size in sorted(spec.group_sizes):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from haap_rl.cost.stage_tables import StageTables
     from haap_rl.space.kernels import Neighbourhood
 
+MOST_DEVICES = 1_000_000  # of a device group: the compiled tables list them one by one
+
 
 class Genome(NamedTuple):
     """A point of the space: micro-batches, and per stage, front to back, an option (index) and its layers."""
@@ -82,6 +84,7 @@ class Space:
         """The compiled face of the estimator: seconds and bytes of every option, for kernels."""
         from haap_rl.cost import stage_tables  # numba is imported where it is used
 
+        self._check_listable()
         kinds = [option.kind for option in self.options]
         index = {kind: k for k, kind in enumerate(kinds)}
         return stage_tables.build(
@@ -99,7 +102,17 @@ class Space:
         """The compiled face of draws, moves and relief; the space's own, so not for two threads at once."""
         from haap_rl.space import kernels
 
+        self._check_listable()
         return kernels.build(self)
+
+    def _check_listable(self) -> None:
+        """Raise InputError for a device group with more devices than tables can list."""
+        for group in self.problem.cluster.groups:
+            if group.num_devices > MOST_DEVICES:
+                raise InputError(
+                    f"space: device group {group.name!r} has {group.num_devices:,} devices, and plans are searched for at "
+                    f"most {MOST_DEVICES:,}; lower num_nodes or devices_per_node"
+                )
 
     @cached_property
     def feasible_microbatches(self) -> tuple[int, ...]:

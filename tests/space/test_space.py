@@ -299,6 +299,6 @@ def test_random_neighbour_is_a_neighbour():
 
 def test_a_cluster_that_no_table_could_list_is_refused_before_one_is_built():
     target = problem((group("huge", nodes=10**12),))
-    with pytest.raises(InputError, match=r"'huge' has 4,000,000,000,000 devices.*at most 1,000,000") as error:
+    with pytest.raises(InputError, match=r"'huge' has 4,000,000,000,000 devices.*at most 1,000,000;") as error:
         run_search(load_searcher("random"), target, Budget(evaluations=10))
     assert "\n" not in str(error.value)
