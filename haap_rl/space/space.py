@@ -110,8 +110,8 @@ class Space:
         for group in self.problem.cluster.groups:
             if group.num_devices > MOST_DEVICES:
                 raise InputError(
-                    f"space: device group {group.name!r} has {group.num_devices:,} devices, and plans are searched for at "
-                    f"most {MOST_DEVICES:,}; lower num_nodes or devices_per_node"
+                    f"space: device group {group.name!r} has {group.num_devices:,} devices, and plans are searched for "
+                    f"at most {MOST_DEVICES:,}; lower num_nodes or devices_per_node"
                 )
 
     @cached_property
