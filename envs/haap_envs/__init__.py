@@ -6,3 +6,4 @@
 from gymnasium.envs.registration import register
 
 register(id="haap_rl/Partition-v0", entry_point="haap_envs.partition:PartitionEnv")
+register(id="haap_rl/Construct-v0", entry_point="haap_envs.construct:ConstructEnv")

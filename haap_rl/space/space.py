@@ -18,6 +18,7 @@ from haap_rl.space.options import SEQUENCE_PARALLEL, Option, Partner, SpaceSpec,
 
 if TYPE_CHECKING:
     from haap_rl.cost.stage_tables import StageTables
+    from haap_rl.space.construction import Construction
     from haap_rl.space.kernels import Neighbourhood
 
 MOST_DEVICES = 1_000_000  # of a device group: the compiled tables list them one by one
@@ -104,6 +105,16 @@ class Space:
 
         self._check_listable()
         return kernels.build(self)
+
+    @cached_property
+    def construction(self) -> Construction:
+        """What building plans stage by stage looks up. Raises InputError, saying why, if no plan fits."""
+        from haap_rl.space import construction
+
+        self._check_listable()
+        if not self.feasible_microbatches:
+            raise InputError(no_plan_fits(self.problem, self.spec, self.options, self.estimator))
+        return construction.build(self)
 
     def _check_listable(self) -> None:
         """Raise InputError for a device group with more devices than tables can list."""

@@ -1,0 +1,331 @@
+"""A plan built stage by stage, from the pipeline's end: what may be chosen next, and what is seen of each choice.
+
+One episode is one plan. The first decision is the number of micro-batches, every further one the option of the next
+stage towards the front, or STOP; the balancer then gives out the layers. From the end, because the stage s-th from the
+end holds min(s, m) micro-batches in flight: its memory is known when it is chosen, and `initial.Room` says what the
+devices left could still hold, so that a legal choice never leads to a dead end.
+
+What is seen of a choice (`FEATURES`) are ratios only, so that a policy can be asked about any problem, however many
+device groups, options and stages it has. Nothing here computes an iteration time. The functions below are the readable
+statement; `space.construction_kernels` is their compiled twin.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from haap_rl.cost.estimator import FIRST, LAST
+from haap_rl.problem.plan import RECOMPUTE_MODES
+
+if TYPE_CHECKING:
+    from haap_rl.space.space import Space
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Observation = npt.NDArray[np.float32]
+MOST = 4.0  # features are clipped to this size
+
+FEATURES = (
+    "legal",  # 1; a row of zeros is no choice
+    "is_microbatches",  # 1 for a number of micro-batches
+    "is_stop",  # 1 for STOP
+    # what does not change while a plan is built
+    "log2_microbatches",  # / 7
+    "ideal",  # log(ideal iteration at this number of micro-batches / at the best one)
+    "speed",  # layers/s of the option / ideal layers/s of the cluster
+    "fair_layers",  # its share of the layers by speed, / 8
+    "rounding",  # log(those layers as a whole number, at least one / as they are)
+    "devices",  # of its group that it takes, a share
+    "log2_tp",  # / 3
+    "log2_dp",  # / 3
+    "recompute",  # 0, 1/2, 1
+    "efficiency",  # speed per device / best of its group
+    "group_speed",  # best speed per device of its group / best of the cluster
+    "embedding",  # seconds of the embedding / ideal seconds of a micro-batch
+    "head",
+    "sync",  # gradient sync and optimiser step with its share of layers / ideal iteration
+    "group_size",  # devices of its group / all devices
+    # what does
+    "depth",  # stages chosen, with this one, / 16
+    "depth_over_m",  # whether the pipeline can be filled
+    "speed_before",  # speeds of the chosen stages, summed
+    "speed_after",
+    "speed_left",  # speed of the devices that are idle then, at their best
+    "fit",  # most layers that fit here / all layers
+    "fit_over_fair",  # the same / its share of layers
+    "held_before",  # most layers that the chosen stages can hold / all layers
+    "held_after",
+    "room_after",  # the same with the most that could come
+    "group_left",  # devices of its group left idle then, a share
+    "divides",  # 1 where those are whole stages like this one
+    "send",  # sends to and from the stage behind / ideal seconds of a micro-batch
+    "same_option",  # as the stage behind
+    "same_group",
+    "speed_ratio",  # log(speed / mean speed of the chosen stages)
+    "stop_now",  # log(iteration / ideal) if the plan ended with this stage and were perfectly balanced
+    "use_rest",  # the same if the idle devices became one more such stage
+)
+COLUMN = {name: i for i, name in enumerate(FEATURES)}
+VERSION = 1  # of these features: a policy trained on another version cannot be used
+
+
+class Construction(NamedTuple):
+    """A space as arrays for building plans. K options, F feasible micro-batch counts, G device groups, S = most stages.
+
+    m           (F,) numbers of micro-batches
+    index       (F,) their indices in the space
+    group, devices, units   (K, 2) of each option's one or two replica groups; 0 devices: it has no second one
+    step        (K,) what an option takes of a state of `room`
+    most        (F, 4, S+1, K) `Tables.max_layers`, options last
+    room        (F, S+2, states) `Room.flat`
+    strides     (G,) of the states, which count devices in units of `unit`
+    total       (G,) devices of the cluster
+    per_device  (F, G) best speed of one device / ideal speed of the cluster
+    speed       (F, K) of an option / ideal speed
+    fixed       (F, K + 1, len(FEATURES)) the features that do not change, STOP last
+    start       (F, len(FEATURES)) features of each number of micro-batches
+    send        (F, K, K) sends both ways between two options / ideal seconds of a micro-batch
+    ideal_s     seconds of an iteration without any loss, at the best number of micro-batches
+    """
+
+    m: Ints
+    index: Ints
+    group: Ints
+    devices: Ints
+    units: Ints
+    step: Ints
+    most: Ints
+    room: npt.NDArray[np.int32]
+    strides: Ints
+    unit: int
+    total: Ints
+    per_device: Floats
+    speed: Floats
+    fixed: Observation
+    start: Observation
+    send: Floats
+    ideal_s: float
+    num_layers: int
+    max_stages: int
+
+
+def build(space: Space) -> Construction:
+    """The Construction of a space of which some plan fits."""
+    t, layers = space.stage_tables, space.num_layers
+    counts = space.feasible_microbatches
+    tables, rooms = [space.tables(m) for m in counts], [space.room(m) for m in counts]
+    group = np.array([[part[0] for part in (*o.parts, (0, 0, 0))[:2]] for o in space.options], np.int64)
+    devices = np.array([[part[1] * part[2] for part in (*o.parts, (0, 0, 0))[:2]] for o in space.options], np.int64)
+    second = devices[:, 1] > 0
+    most = np.ascontiguousarray(np.stack([table.max_layers for table in tables]).transpose(0, 2, 3, 1))
+    usable = (most.max((1, 2)) > 0) & np.isfinite([table.layer_s for table in tables])
+    layer_s = np.where(usable, [table.layer_s for table in tables], np.inf)
+    per_device = np.zeros((len(counts), len(space.num_devices)))
+    for g in range(len(space.num_devices)):
+        alone = (group[:, 0] == g) & ~second
+        if alone.any():
+            per_device[:, g] = (1.0 / layer_s / devices.sum(1))[:, alone].max(1)
+    ideal_speed = per_device @ np.array(space.num_devices)  # layers/s of one micro-batch after another
+    per_device, speed = per_device / ideal_speed[:, None], 1.0 / layer_s / ideal_speed[:, None]
+    microbatch_s = layers / ideal_speed
+    ideal_s = np.array(counts) * microbatch_s
+
+    shape = (len(counts), len(space.options) + 1, len(FEATURES))
+    fixed, start = np.zeros(shape), np.zeros((len(counts), len(FEATURES)))
+    own = fixed[:, :-1]
+    fair = layers * speed
+    whole = np.clip(np.rint(fair), 1, layers).astype(np.int64)
+    rows, total = t.row[:, 0], np.array(space.num_devices)
+    f, k = np.arange(len(counts))[:, None], np.arange(len(space.options))
+    sync_s = (t.sync_s + t.optimizer_s)[_index(space, counts)[:, None], rows[None], 0, whole]
+    values = {
+        "speed": speed,
+        "fair_layers": fair / 8,
+        "rounding": np.log(whole / np.maximum(fair, 1e-9)),
+        "devices": devices[:, 0] / total[group[:, 0]],
+        "log2_tp": [math.log2(o.tp) / 3 for o in space.options],
+        "log2_dp": [math.log2(o.dp) / 3 for o in space.options],
+        "recompute": [RECOMPUTE_MODES.index(o.recompute) / 2 for o in space.options],
+        "efficiency": speed / devices.sum(1) / np.maximum(per_device[f, group[k, 0]], 1e-300),
+        "group_speed": (per_device / per_device.max(1, keepdims=True))[f, group[k, 0]],
+        "embedding": np.array([table.embedding_s for table in tables]) / microbatch_s[:, None],
+        "head": np.array([table.head_s for table in tables]) / microbatch_s[:, None],
+        "sync": sync_s / ideal_s[:, None],
+        "group_size": total[group[:, 0]] / total.sum(),
+    }
+    for name, value in values.items():
+        own[:, :, COLUMN[name]] = np.where(usable, value, 0.0)
+    own[~usable] = 0.0
+    fixed[:, -1, COLUMN["is_stop"]] = start[:, COLUMN["is_microbatches"]] = 1.0
+    for rows_of in (fixed.transpose(1, 0, 2), start[None]):
+        rows_of[:, :, COLUMN["legal"]] = 1.0
+        rows_of[:, :, COLUMN["log2_microbatches"]] = np.log2(counts) / 7
+        rows_of[:, :, COLUMN["ideal"]] = np.log(ideal_s / ideal_s.min())
+    least = np.array([room.min_stages(layers) for room in rooms])
+    start[:, COLUMN["depth"]] = least / 16
+    start[:, COLUMN["depth_over_m"]] = least / np.array(counts)
+    start[:, COLUMN["room_after"]] = [room.most_layers / layers for room in rooms]
+    start[:, COLUMN["stop_now"]] = np.log((np.array(counts) - 1 + least) / np.array(counts))
+    return Construction(
+        m=np.array(counts, np.int64),
+        index=_index(space, counts),
+        group=group,
+        devices=devices,
+        units=np.take_along_axis(rooms[0].units, group, 1) * (devices > 0),
+        step=rooms[0].step,
+        most=most,
+        room=np.array([room.flat for room in rooms], np.int32),
+        strides=rooms[0].strides,
+        unit=int(rooms[0].unit),
+        total=total.astype(np.int64),
+        per_device=per_device,
+        speed=speed,
+        fixed=_clipped(fixed),
+        start=_clipped(start),
+        send=_sends(space, counts) / microbatch_s[:, None, None],
+        ideal_s=float(ideal_s.min()),
+        num_layers=int(layers),
+        max_stages=int(space.max_stages),
+    )
+
+
+def _index(space: Space, counts: tuple[int, ...]) -> Ints:
+    return np.array([space.num_microbatches.index(m) for m in counts], np.int64)
+
+
+def _clipped(values: Floats) -> Observation:
+    return np.clip(values, -MOST, MOST).astype(np.float32)
+
+
+def _sends(space: Space, counts: tuple[int, ...]) -> Floats:
+    """(F, K, K) seconds of the sends both ways between two options; inside one node where both are so small."""
+    t = space.stage_tables
+    side = t.side[t.row[:, 0]]
+    near = np.zeros((len(side), len(side)), np.int64)
+    for k, a in enumerate(space.options):
+        for q, b in enumerate(space.options):
+            per_node = space.problem.cluster.groups[a.group].devices_per_node
+            alone = a.partner is None and b.partner is None and a.group == b.group
+            near[k, q] = alone and a.num_devices + b.num_devices <= per_node
+    return np.stack([2.0 * t.send_s[i][side[:, None], side[None], near] for i in _index(space, counts)])
+
+
+# ------------------------------------------------------------------------------- one plan, as it is built
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A plan that is being built. Options are counted from the pipeline's end.
+
+    count     which of the Construction's numbers of micro-batches; -1: to be chosen
+    options   chosen so far
+    left      idle devices of each group
+    held      most layers that the chosen stages can hold, none of them the pipeline's first
+    speed     of the chosen stages, summed, / ideal speed
+    """
+
+    count: int
+    options: tuple[int, ...]
+    left: tuple[int, ...]
+    held: int
+    speed: float
+
+
+def begin(c: Construction) -> Partial:
+    """Nothing chosen yet."""
+    return Partial(-1, (), tuple(int(n) for n in c.total), 0, 0.0)
+
+
+def chosen(c: Construction, partial: Partial, action: int) -> Partial:
+    """After a legal choice other than STOP: an index into `m` first, then options."""
+    if partial.count < 0:
+        return replace(partial, count=action)
+    s = len(partial.options) + 1
+    left = list(partial.left)
+    for group, devices in zip(c.group[action], c.devices[action], strict=True):
+        left[group] -= int(devices)
+    return replace(
+        partial,
+        options=(*partial.options, action),
+        left=tuple(left),
+        held=partial.held + int(c.most[partial.count, LAST if s == 1 else 0, s, action]),
+        speed=partial.speed + float(c.speed[partial.count, action]),
+    )
+
+
+def legal(c: Construction, partial: Partial) -> npt.NDArray[np.bool_]:
+    """(K + 1,) which options may come next, and whether to stop; of the first decision (F,) which counts."""
+    if partial.count < 0:
+        return np.ones(len(c.m), np.bool_)
+    s, left, held = len(partial.options) + 1, np.array(partial.left), partial.held
+    mask = np.zeros(len(c.step) + 1, np.bool_)
+    if s > 1:
+        previous, last = partial.options[-1], LAST if s == 2 else 0
+        inner = c.most[partial.count, last, s - 1, previous]
+        front = c.most[partial.count, last | FIRST, s - 1, previous]
+        mask[-1] = front > 0 and held - inner + front >= c.num_layers
+        if inner <= 0:  # it can only be the pipeline's first stage
+            return mask
+    if s <= c.max_stages:
+        last = LAST if s == 1 else 0
+        inner, front = c.most[partial.count, last, s], c.most[partial.count, last | FIRST, s]
+        ends = (front > 0) & (held + front >= c.num_layers)
+        goes_on = (inner > 0) & (held + inner + _room(c, partial) >= c.num_layers) & (s < c.num_layers)
+        mask[:-1] = (left[c.group] >= c.devices).all(1) & (ends | goes_on)
+    return mask
+
+
+def _room(c: Construction, partial: Partial) -> Ints:
+    """(K,) most layers of what could come after each option; far below zero where devices are lacking."""
+    s = len(partial.options) + 1
+    if s > c.max_stages:
+        return np.full(len(c.step), -(10**9))
+    units = np.array(partial.left) // c.unit
+    enough = (units[c.group] >= c.units).all(1)
+    state = np.where(enough, int(units @ c.strides) - c.step, 0)
+    room: Ints = np.where(enough, c.room[partial.count, s + 1, state], -(10**9)).astype(np.int64)
+    return room
+
+
+def features(c: Construction, partial: Partial) -> Observation:
+    """(K + 1, len(FEATURES)) what is seen of every choice, or (F, ...) of the first one; zeros where not legal."""
+    mask = legal(c, partial)
+    if partial.count < 0:
+        return c.start.copy()
+    f, s, left, speed = partial.count, len(partial.options) + 1, np.array(partial.left), partial.speed
+    m, layers, n = int(c.m[f]), c.num_layers, len(c.step)
+    x = np.zeros((n + 1, len(FEATURES)))
+    own, fit = x[:-1], c.most[f, LAST if s == 1 else 0, s] if s <= c.max_stages else np.zeros(n)
+    after, rest = speed + c.speed[f], float(left @ c.per_device[f]) - (c.devices * c.per_device[f][c.group]).sum(1)
+    group_left = left[c.group[:, 0]] - c.devices[:, 0]
+    x[:, COLUMN["depth"]] = s / 16
+    x[:, COLUMN["depth_over_m"]] = s / m
+    x[:, COLUMN["speed_before"]] = x[-1, COLUMN["speed_after"]] = speed
+    own[:, COLUMN["speed_after"]] = after
+    own[:, COLUMN["speed_left"]] = rest
+    x[-1, COLUMN["speed_left"]] = left @ c.per_device[f]
+    own[:, COLUMN["fit"]] = fit / layers
+    own[:, COLUMN["fit_over_fair"]] = fit / np.maximum(layers * c.speed[f], 1e-9)
+    x[:, COLUMN["held_before"]] = x[-1, COLUMN["held_after"]] = partial.held / layers
+    own[:, COLUMN["held_after"]] = (partial.held + fit) / layers
+    own[:, COLUMN["room_after"]] = (partial.held + fit + np.maximum(_room(c, partial), 0)) / layers
+    own[:, COLUMN["group_left"]] = group_left / c.total[c.group[:, 0]]
+    own[:, COLUMN["divides"]] = group_left % c.devices[:, 0] == 0
+    if s > 1:
+        previous = partial.options[-1]
+        own[:, COLUMN["send"]] = c.send[f, :, previous]
+        own[:, COLUMN["same_option"]] = np.arange(n) == previous
+        own[:, COLUMN["same_group"]] = c.group[:, 0] == c.group[previous, 0]
+        own[:, COLUMN["speed_ratio"]] = np.log(np.maximum(c.speed[f], 1e-9) / (speed / (s - 1)))
+    own[:, COLUMN["stop_now"]] = np.log((m - 1 + s) / (m * np.maximum(after, 1e-9)))
+    own[:, COLUMN["use_rest"]] = np.log((m + s) / (m * np.maximum(after + np.maximum(rest, 0.0), 1e-9)))
+    if speed > 0:
+        whole = speed + float(left @ c.per_device[f])
+        x[-1, COLUMN["stop_now"]] = math.log((m - 2 + s) / (m * speed))
+        x[-1, COLUMN["use_rest"]] = math.log((m - 1 + s) / (m * whole))
+    seen = _clipped(x) + c.fixed[f]
+    seen[~mask] = 0.0
+    return seen
