@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import gymnasium as gym
@@ -13,18 +13,25 @@ import numpy as np
 import numpy.typing as npt
 
 from haap_rl.cost.estimate import Estimate
-from haap_rl.cost.estimator import FIRST, LAST, Estimator
-from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
+from haap_rl.cost.estimator import Estimator
+from haap_rl.cost.kernels import scratch
+from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import load_problem
-from haap_rl.search.base import Explained, Objective
+from haap_rl.search.base import Objective, compile_kernels
 from haap_rl.space import kernels, moves
+from haap_rl.space.move_feature_kernels import observe
+from haap_rl.space.move_features import FEATURES, WIDEST
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Code, Genome
 
 Observation = npt.NDArray[np.float32]
-STAGE_FEATURES = 10  # besides one per device group
-GLOBAL_FEATURES = 6  # besides one per device group
 ILLEGAL_MOVE_REWARD = -0.05
+
+
+def spaces(num_moves: int) -> tuple[gym.Space[Any], gym.spaces.Discrete]:
+    """Observation and action space for so many moves, and staying."""
+    rows = num_moves + 1
+    return gym.spaces.Box(-WIDEST, WIDEST, (rows, len(FEATURES)), np.float32), gym.spaces.Discrete(rows)
 
 
 class PartitionEnv(gym.Env[Observation, np.int64]):
@@ -37,12 +44,10 @@ class PartitionEnv(gym.Env[Observation, np.int64]):
     without effect; "stay" is legal only where nothing else is. An illegal action leaves the plan as it is.
 
     ## Observation Space
-    `Box(0, 1, (n,), float32)`, ratios only, of the current plan and no other. Per possible stage, front to back, zero
-    where there is none: presence, share of the layers, busy time over the slowest stage's, memory over capacity,
-    log2 tp, log2 dp, recompute mode, share of busy time in communication, gradient sync over the iteration, layers
-    over what memory allows, one-hot device group (of a stage on two groups both, with tp and dp of the first). Then:
-    stages, log2 micro-batches, bubble, balance, moves left, iteration time over the episode's first (squashed), idle
-    share of each device group.
+    `Box(-4, 4, (n, F), float32)`, row x about action x: what it would make of the plan, the F ratios and flags of
+    `move_features.FEATURES`. The first says whether it is legal, `action_masks()`; the whole row is zeros where it is
+    not. No feature knows the problem's scale or how many moves, stages and groups there are, so a network that scores
+    every row alike can serve any problem. Looking at moves is no evaluation: no iteration time is computed.
 
     ## Rewards
     log(iteration time before / after), so an episode's return is the log of its total speed-up. A plan that does not
@@ -78,25 +83,14 @@ class PartitionEnv(gym.Env[Observation, np.int64]):
         self.moves = moves.edits(self.space)
         self._stay = len(self.moves)
         self._coded = kernels.coded(self.moves)
-        groups = len(self.space.num_devices)
-        self._num_devices = np.array(self.space.num_devices)
-        self._uses = np.array([option.uses(groups) for option in self.space.options])
-        self._features = np.zeros((len(self.space.options), STAGE_FEATURES + groups), np.float32)
-        for features, option in zip(self._features, self.space.options, strict=True):
-            features[0] = 1.0
-            features[4:7] = (
-                math.log2(option.tp) / 4,
-                math.log2(option.dp) / 8,
-                RECOMPUTE_MODES.index(option.recompute) / 2,
-            )
-            features[[STAGE_FEATURES + group for group, _, _ in option.parts]] = 1.0
-        size = self.space.max_stages * (STAGE_FEATURES + groups) + GLOBAL_FEATURES + groups
-        self.action_space = gym.spaces.Discrete(len(self.moves) + 1)
-        self.observation_space = gym.spaces.Box(0.0, 1.0, (size,), np.float32)
+        compile_kernels()
+        self._work = scratch(self.space.stage_tables)
+        self.observation_space, self.action_space = spaces(len(self.moves))
         self._moves_left = 0
-        self._first_s = math.inf
+        self._first_s = self._iteration_s = self._energy = math.inf
+        self._fits = False
         self._code: Code = np.zeros(2 + 2 * self.space.max_stages, np.int64)
-        self._explained: Explained
+        self._legal = np.zeros(self._stay + 1, np.bool_)
 
     @property
     def genome(self) -> Genome:
@@ -118,71 +112,46 @@ class PartitionEnv(gym.Env[Observation, np.int64]):
         super().reset(seed=seed)
         plan = (options or {}).get("plan")
         if plan is not None:
-            (self._code,) = self.space.encode([self.space.genome(plan)])
+            (code,) = self.space.encode([self.space.genome(plan)])
         else:
-            (self._code,) = self.space.draws(self.np_random, 1)
-        self._explained = self.objective.explain(self._code)
-        self._moves_left, self._first_s = self.max_moves, self._explained.iteration_s
+            (code,) = self.space.draws(self.np_random, 1)
+        self._price(code)
+        self._moves_left, self._first_s = self.max_moves, self._iteration_s
         return self._observation(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        self._moves_left -= 1
-        reward = ILLEGAL_MOVE_REWARD
-        code = np.empty_like(self._code)  # a new one each time, so that copies of an environment go apart
+        reward, before = ILLEGAL_MOVE_REWARD, self._energy
         if action == self._stay:
-            if self.action_masks()[self._stay]:
+            if self._legal[action]:
                 reward = 0.0
-        elif self._apply(action, code):
-            before = self._explained.energy
-            self._code, self._explained = code, self.objective.explain(code)
-            reward = before - self._explained.energy
+        else:
+            code = np.empty_like(self._code)  # a new one each time, so that copies of an environment go apart
+            kind, stage, argument = self._coded[action].tolist()
+            if kernels.apply(self.space.neighbourhood, self._code, kind, stage, argument, code):
+                self._price(code)
+                reward = before - self._energy
+        self._moves_left -= 1
         return self._observation(), reward, False, self._moves_left <= 0, self._info()
-
-    def _apply(self, action: np.int64, code: Code) -> bool:
-        """Write the plan after an action to `code`; False if it is not legal."""
-        kind, stage, argument = self._coded[action].tolist()
-        legal: bool = kernels.apply(self.space.neighbourhood, self._code, kind, stage, argument, code)
-        return legal
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """(n,) which actions are legal now; at least one always is."""
-        legal = np.empty(self._stay + 1, np.bool_)
-        legal[-1] = kernels.legal_mask(self.space.neighbourhood, self._code, self._coded, legal) == 0
-        return legal
+        return self._legal.copy()
 
-    def _info(self) -> dict[str, Any]:
-        return {"iteration_time_s": self._explained.iteration_s, "fits": self._explained.fits}
+    def _price(self, code: Code) -> None:
+        """Make `code` the current plan. Raises BudgetExhausted, and changes nothing, if the budget is spent."""
+        prices = self.objective.many(code[None])
+        self._code, self._energy = code, float(prices.energy[0])
+        self._iteration_s, self._fits = float(prices.iteration_s[0]), not prices.bytes_missing[0]
 
     def _observation(self) -> Observation:
-        space, cost, code = self.space, self._explained, self._code
-        p, most, groups = int(code[1]), space.max_stages, len(space.num_devices)
-        options, layers = code[2 : 2 + p], code[2 + most : 2 + most + p]
-        observation: Observation = np.zeros(self.observation_space.shape, np.float32)  # type: ignore[arg-type]
-        whole = most * (STAGE_FEATURES + groups)
-        stages = observation[:whole].reshape(most, -1)[:p]
-        stages[:] = self._features[options]
-        stages[:, 1] = layers / space.num_layers
-        stages[:, 2] = cost.busy_s / cost.busy_s.max()
-        stages[:, 3] = cost.memory_share
-        stages[:, 7] = (cost.tensor_parallel_s + cost.blocked_s) / cost.busy_s
-        stages[:, 8] = cost.gradient_sync_s / cost.iteration_s
-        stages[:, 9] = layers / np.maximum(space.neighbourhood.most[code[0], *_places(p), options], 1)
-        observation[whole:] = (
-            p / most,
-            math.log2(space.num_microbatches[code[0]]) / 12,
-            cost.bubble,
-            cost.balance,
-            self._moves_left / self.max_moves,
-            0.5 + 0.5 * math.tanh(math.log(cost.iteration_s / self._first_s)),
-            *((self._num_devices - self._uses[options].sum(0)) / self._num_devices),
-        )
-        return observation.clip(0.0, 1.0, out=observation)
+        """The features of every action now, and the mask that they give."""
+        observation = np.empty((1, self._stay + 1, len(FEATURES)), np.float32)
+        moves_left = np.array([self._moves_left / self.max_moves])
+        speed_up = np.array([self._first_s / self._iteration_s])
+        tables, neighbourhood = self.space.stage_tables, self.space.neighbourhood
+        observe(tables, neighbourhood, self._work, self._code[None], self._coded, moves_left, speed_up, observation)
+        self._legal = observation[0, :, 0] > 0
+        return np.asarray(observation[0])
 
-
-@cache
-def _places(p: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(position, place counted from the end) of each of p stages."""
-    position = np.zeros(p, np.int64)
-    position[0] |= FIRST
-    position[-1] |= LAST
-    return position, np.arange(p, 0, -1)
+    def _info(self) -> dict[str, Any]:
+        return {"iteration_time_s": self._iteration_s, "fits": self._fits}

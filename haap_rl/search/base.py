@@ -470,9 +470,10 @@ def compile_kernels() -> None:
 
 def _first_calls() -> None:
     """Call each of those kernels once, on a small problem."""
+    from haap_rl.cost.kernels import scratch
     from haap_rl.problem.presets import load_problem
     from haap_rl.search import relief_kernels
-    from haap_rl.space import kernels, moves
+    from haap_rl.space import kernels, move_feature_kernels, move_features, moves
 
     spec = SpaceSpec(num_microbatches=(16, 32), max_stages=2, max_tp=1, group_sizes=(4,), recompute=("full",))
     objective, rng = Objective(load_problem("gpt3_350m", "v100x4_t4x4"), space=spec), np.random.default_rng(0)
@@ -487,6 +488,11 @@ def _first_calls() -> None:
     kernels.random_neighbours(space.neighbourhood, codes, edits, rng, np.empty_like(codes))
     kernels.legal_mask(space.neighbourhood, codes[0], edits, np.empty(len(edits) + 1, np.bool_))
     kernels.apply(space.neighbourhood, codes[0], 0, 0, 0, codes[1])
+    tables, nb, ones = space.stage_tables, space.neighbourhood, np.ones(2)
+    features = np.empty((2, len(edits) + 1, len(move_features.FEATURES)), np.float32)
+    move_feature_kernels.observe(tables, nb, scratch(tables), codes, edits, ones, ones, features)
+    numbers, legal = np.zeros(2, np.int64), np.empty(2, np.bool_)
+    move_feature_kernels.apply_each(nb, codes, edits, numbers, np.empty_like(codes), legal)
 
 
 class Searcher(Protocol):
