@@ -5,9 +5,11 @@
 
 Chosen from some eighty combinations of a model and a cluster of 8 to 64 devices, homogeneous and mixed, because random
 search is more than 5 % above the proven optimum at 10,000 evaluations there (median of three seeds); cases that random
-search solves tell searchers apart no better than chance. `TUNING` names those on which settings of searchers were
-chosen; nothing about them is reported. suite.json keeps, for each instance, what the exact search proved, and how far
-off random search was.
+search solves tell searchers apart no better than chance. `UNSEEN` were chosen alike, on device types that no other
+instance has. For a trained policy, `INSTANCES` lie in the split `test` of conf/instances and `UNSEEN` in
+`unseen_devices`. `TUNING` names those on which settings of searchers were chosen; nothing about them is reported. They
+share models and device types with `INSTANCES`, never both model and cluster, and none of them is for training.
+suite.json keeps, for each instance, what the exact search proved, and how far off random search was.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.formats.files import read_json_object
-from haap_rl.problem.plan import Problem, Stage
-from haap_rl.problem.presets import preset, problem_from_config
+from haap_rl.problem.instances import Instance
+from haap_rl.problem.instances import cluster_of as cluster_of  # experiments/scale.py has clusters of its own
+from haap_rl.problem.plan import Stage
+from haap_rl.problem.presets import preset
 from haap_rl.search.base import Budget, load_searcher, run_search
 from haap_rl.search.certificate import problem_key
 from haap_rl.space.options import SpaceSpec
@@ -40,37 +44,6 @@ NODES = 1_000_000_000  # steps of the walk; some twenty seconds
 RANDOM_EVALUATIONS, RANDOM_SEEDS = 10_000, (0, 1, 2)
 OPTIONS = {"out": str(FILE.parent), "only": 0}
 
-Groups = tuple[tuple[str, int, int], ...]  # (device, nodes, devices of a node)
-
-
-class Instance(NamedTuple):
-    """A model and the device groups of a cluster; links are those of the node that each device usually comes in."""
-
-    model: str
-    groups: Groups
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} on {' + '.join(f'{nodes * each} {device}' for device, nodes, each in self.groups)}"
-
-    @property
-    def num_devices(self) -> int:
-        return sum(nodes * each for _, nodes, each in self.groups)
-
-    def problem(self) -> Problem:
-        cluster = cluster_of(self.name.partition(" on ")[2].replace(" ", ""), self.groups)
-        return problem_from_config(preset("model", self.model), cluster, preset("problem", "default"))
-
-
-def cluster_of(name: str, groups: Groups) -> dict[str, Any]:
-    """The mapping of a cluster of these groups, with the links of the node that each device usually comes in."""
-    entries = []
-    for device, nodes, each in groups:
-        node = preset("device", device)["node"]
-        links = {key: node[key] for key in ("intra_node", "inter_node", "nics_per_node") if key in node}
-        entries.append({"name": device, "device": device, "num_nodes": nodes, "devices_per_node": each, **links})
-    return {"name": name, "groups": entries}
-
 
 @cache
 def spec() -> SpaceSpec:
@@ -79,45 +52,66 @@ def spec() -> SpaceSpec:
 
 
 INSTANCES = (
-    Instance("gpt3_2_6b", (("rtx_4090", 2, 4),)),
-    Instance("gpt3_2_6b", (("a10g", 1, 4), ("rtx_4090", 1, 4))),
-    Instance("gpt3_2_6b", (("rtx_3090", 2, 4),)),
-    Instance("gpt3_2_6b", (("a10g", 2, 4),)),
-    Instance("gpt3_6_7b", (("rtx_4090", 4, 4),)),
-    Instance("llama3_8b", (("rtx_4090", 4, 4),)),
-    Instance("gpt3_6_7b", (("a10g", 4, 4),)),
-    Instance("llama3_8b", (("a10g", 4, 4),)),
-    Instance("gpt3_6_7b", (("rtx_3090", 2, 4), ("a10g", 2, 4))),
-    Instance("gpt3_2_6b", (("rtx_3090", 2, 4), ("a10g", 2, 4))),
-    Instance("llama3_8b", (("a10g", 2, 4), ("t4", 2, 4), ("rtx_3090", 2, 4))),
-    Instance("llama3_8b", (("v100_32", 1, 8), ("a10g", 4, 4))),
-    Instance("gpt3_13b", (("v100_32", 1, 8), ("a10g", 4, 4))),
-    Instance("gpt3_13b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("t4", 2, 4))),
-    Instance("llama3_8b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("l40s", 1, 8))),
-    Instance("gpt3_13b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("l40s", 1, 8))),
-    Instance("gpt3_13b", (("a10g", 8, 4),)),
-    Instance("llama2_13b", (("a10g", 8, 4),)),
-    Instance("gpt3_13b", (("v100_16", 2, 8), ("t4", 4, 4))),
-    Instance("llama2_13b", (("a100_40", 1, 8), ("a10g", 6, 4))),
-    Instance("llama2_70b", (("a100_80", 2, 8), ("v100_32", 4, 8))),
-    Instance("llama3_70b", (("h100_80", 2, 8), ("a100_40", 4, 8))),
-    Instance("llama2_70b", (("a100_40", 4, 8), ("v100_32", 2, 8))),
-    Instance("gpt3_13b", (("v100_32", 2, 8), ("t4", 8, 4))),
-    Instance("llama2_13b", (("v100_32", 2, 8), ("t4", 8, 4))),
-    Instance("llama3_70b", (("h100_80", 4, 8), ("a100_80", 4, 8))),
-    Instance("llama2_70b", (("a100_40", 8, 8),)),
-    Instance("llama2_70b", (("v100_32", 8, 8),)),
-    Instance("gpt3_13b", (("v100_16", 8, 8),)),
+    Instance.of("gpt3_2_6b", (("rtx_4090", 2, 4),)),
+    Instance.of("gpt3_2_6b", (("a10g", 1, 4), ("rtx_4090", 1, 4))),
+    Instance.of("gpt3_2_6b", (("rtx_3090", 2, 4),)),
+    Instance.of("gpt3_2_6b", (("a10g", 2, 4),)),
+    Instance.of("gpt3_6_7b", (("rtx_4090", 4, 4),)),
+    Instance.of("llama3_8b", (("rtx_4090", 4, 4),)),
+    Instance.of("gpt3_6_7b", (("a10g", 4, 4),)),
+    Instance.of("llama3_8b", (("a10g", 4, 4),)),
+    Instance.of("gpt3_6_7b", (("rtx_3090", 2, 4), ("a10g", 2, 4))),
+    Instance.of("gpt3_2_6b", (("rtx_3090", 2, 4), ("a10g", 2, 4))),
+    Instance.of("llama3_8b", (("a10g", 2, 4), ("t4", 2, 4), ("rtx_3090", 2, 4))),
+    Instance.of("llama3_8b", (("v100_32", 1, 8), ("a10g", 4, 4))),
+    Instance.of("gpt3_13b", (("v100_32", 1, 8), ("a10g", 4, 4))),
+    Instance.of("gpt3_13b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("t4", 2, 4))),
+    Instance.of("llama3_8b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("l40s", 1, 8))),
+    Instance.of("gpt3_13b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("l40s", 1, 8))),
+    Instance.of("gpt3_13b", (("a10g", 8, 4),)),
+    Instance.of("llama2_13b", (("a10g", 8, 4),)),
+    Instance.of("gpt3_13b", (("v100_16", 2, 8), ("t4", 4, 4))),
+    Instance.of("llama2_13b", (("a100_40", 1, 8), ("a10g", 6, 4))),
+    Instance.of("llama2_70b", (("a100_80", 2, 8), ("v100_32", 4, 8))),
+    Instance.of("llama3_70b", (("h100_80", 2, 8), ("a100_40", 4, 8))),
+    Instance.of("llama2_70b", (("a100_40", 4, 8), ("v100_32", 2, 8))),
+    Instance.of("gpt3_13b", (("v100_32", 2, 8), ("t4", 8, 4))),
+    Instance.of("llama2_13b", (("v100_32", 2, 8), ("t4", 8, 4))),
+    Instance.of("llama3_70b", (("h100_80", 4, 8), ("a100_80", 4, 8))),
+    Instance.of("llama2_70b", (("a100_40", 8, 8),)),
+    Instance.of("llama2_70b", (("v100_32", 8, 8),)),
+    Instance.of("gpt3_13b", (("v100_16", 8, 8),)),
+)
+UNSEEN = (  # on device types of their own
+    Instance.of("gpt3_6_7b", (("l4", 2, 8),)),
+    Instance.of("llama3_8b", (("a6000", 4, 4),)),
+    Instance.of("llama3_8b", (("a10", 2, 4), ("l4", 1, 8))),
+    Instance.of("llama3_8b", (("a40", 2, 4), ("a10", 2, 4))),
+    Instance.of("llama3_8b", (("a10", 2, 4), ("p100_16", 1, 8))),
+    Instance.of("llama2_13b", (("a40", 2, 4), ("l4", 1, 8))),
+    Instance.of("llama2_13b", (("h800_80", 1, 8), ("h20_96", 1, 8))),
+    Instance.of("gpt3_2_6b", (("h20_96", 1, 8), ("l4", 2, 8))),
+    Instance.of("gpt3_13b", (("a6000", 2, 4), ("a10", 4, 4))),
+    Instance.of("llama2_13b", (("a6000", 2, 4), ("l4", 2, 8))),
+    Instance.of("llama2_70b", (("mi250x", 2, 4), ("a40", 4, 4))),
+    Instance.of("llama3_70b", (("h200", 1, 8), ("h20_96", 2, 8))),
+    Instance.of("gpt3_6_7b", (("a40", 2, 4), ("a10", 2, 4), ("l4", 1, 8))),
+    Instance.of("gpt3_6_7b", (("a6000", 2, 4), ("a10", 2, 4), ("p100_16", 1, 8))),
+    Instance.of("gpt3_13b", (("h800_80", 1, 8), ("h20_96", 1, 8), ("a6000", 2, 4))),
+    Instance.of("llama2_13b", (("l4", 2, 8), ("p100_16", 2, 8))),
+    Instance.of("llama2_70b", (("h800_80", 2, 8), ("mi250x", 4, 4))),
+    Instance.of("llama3_70b", (("mi300x", 1, 8), ("h20_96", 3, 8))),
+    Instance.of("llama3_70b", (("h200", 2, 8), ("h800_80", 4, 8))),
 )
 TUNING = (
-    Instance("gpt3_2_6b", (("a10g", 2, 4), ("rtx_4090", 2, 4))),
-    Instance("gpt3_6_7b", (("a10g", 2, 4), ("rtx_4090", 2, 4))),
-    Instance("gpt3_13b", (("a100_40", 1, 8), ("v100_16", 2, 8))),
-    Instance("llama3_8b", (("a100_40", 1, 8), ("v100_16", 2, 8))),
-    Instance("gpt3_6_7b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("l40s", 1, 8))),
-    Instance("gpt3_13b", (("v100_32", 1, 8), ("t4", 4, 4))),
-    Instance("gpt3_13b", (("a100_40", 2, 8), ("v100_16", 2, 8))),
-    Instance("llama2_13b", (("a100_40", 2, 8), ("v100_16", 2, 8))),
+    Instance.of("gpt3_2_6b", (("a10g", 2, 4), ("rtx_4090", 2, 4))),
+    Instance.of("gpt3_6_7b", (("a10g", 2, 4), ("rtx_4090", 2, 4))),
+    Instance.of("gpt3_13b", (("a100_40", 1, 8), ("v100_16", 2, 8))),
+    Instance.of("llama3_8b", (("a100_40", 1, 8), ("v100_16", 2, 8))),
+    Instance.of("gpt3_6_7b", (("a100_40", 1, 8), ("v100_16", 1, 8), ("l40s", 1, 8))),
+    Instance.of("gpt3_13b", (("v100_32", 1, 8), ("t4", 4, 4))),
+    Instance.of("gpt3_13b", (("a100_40", 2, 8), ("v100_16", 2, 8))),
+    Instance.of("llama2_13b", (("a100_40", 2, 8), ("v100_16", 2, 8))),
 )
 
 
@@ -130,8 +124,8 @@ class Certified(NamedTuple):
     proven_optimal: bool
 
 
-def certified() -> list[Certified]:
-    """The instances with what suite.json says of them. Raises InputError if it is stale, broken or another one."""
+def certified(instances: Sequence[Instance] = INSTANCES) -> list[Certified]:
+    """`instances` with what suite.json says of them. Raises InputError if it is stale, broken or another one."""
     data = read_json_object(FILE, "suite")
     where = f"suite file {FILE.name!r}"
     if data.get("schema") != SCHEMA or not isinstance(data.get("instances"), dict):
@@ -139,14 +133,14 @@ def certified() -> list[Certified]:
     if data.get("estimator_fingerprint") != fingerprint():
         raise InputError(f"{where}: it is stale, made with another estimator; remake it: {COMMAND}")
     entries = data["instances"]
-    missing = [instance.name for instance in INSTANCES if instance.name not in entries]
+    missing = [instance.name for instance in instances if instance.name not in entries]
     if missing:
         raise InputError(f"{where}: {missing[0]!r} is not in it; remake it: {COMMAND}")
-    for instance in INSTANCES:
+    for instance in instances:
         if entries[instance.name].get("problem") != problem_key(instance.problem(), spec()):
             raise InputError(f"{where}: {instance.name!r} was made for another problem or space; remake it: {COMMAND}")
     keys = ("iteration_time_s", "lower_bound_s", "proven_optimal")
-    return [Certified(instance, *(entries[instance.name][key] for key in keys)) for instance in INSTANCES]
+    return [Certified(instance, *(entries[instance.name][key] for key in keys)) for instance in instances]
 
 
 def certify(instance: Instance) -> dict[str, Any]:
@@ -182,14 +176,16 @@ def _shown(stage: Stage) -> str:
 
 def make(options: dict[str, Any]) -> int:
     """Prove every instance and write suite.json; the exit status."""
-    only = len(INSTANCES) if options["only"] == 0 else positive_int("suite", "only", options["only"])
+    chosen = INSTANCES + UNSEEN
+    if options["only"] != 0:
+        chosen = chosen[: positive_int("suite", "only", options["only"])]
     entries = {}
-    for number, instance in enumerate(INSTANCES[:only], 1):
+    for number, instance in enumerate(chosen, 1):
         entry = entries[instance.name] = certify(instance)
         gap = entry["iteration_time_s"] / entry["lower_bound_s"] - 1
         random = np.median([1e9 if value is None else value for value in entry["random_gap_at_10000"]])
         print(
-            f"{number:2d} of {only}: {instance.name}: {entry['iteration_time_s']:.4f} s, proven gap {gap:.2%}, "
+            f"{number:2d} of {len(chosen)}: {instance.name}: {entry['iteration_time_s']:.4f} s, proven gap {gap:.2%}, "
             f"random {random:.1%} off",
             flush=True,
         )

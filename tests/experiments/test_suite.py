@@ -6,6 +6,8 @@ import pytest
 
 from experiments import ablation, scale, search_quality, suite
 from haap_rl.problem.errors import InputError
+from haap_rl.problem.instances import load_instances
+from haap_rl.problem.presets import preset
 
 
 def stored():
@@ -25,14 +27,39 @@ def test_every_instance_has_a_certificate_of_this_estimator():
         assert entry.proven_optimal or entry.instance.num_devices > 16
 
 
+def test_instances_on_unseen_devices_are_proven_too():
+    certified = suite.certified(suite.UNSEEN)
+    assert len(certified) >= 12
+    assert [entry.instance for entry in certified] == list(suite.UNSEEN)
+    assert all(entry.lower_bound_s <= entry.iteration_time_s * (1 + 1e-9) for entry in certified)
+    assert all(entry.iteration_time_s <= entry.lower_bound_s * 1.001 for entry in certified)
+    assert {len(instance.groups) for instance in suite.UNSEEN} == {1, 2, 3}
+    assert len({device for instance in suite.UNSEEN for device, _, _ in instance.groups}) >= 8
+    assert len({instance.model for instance in suite.UNSEEN}) >= 5
+
+
+def test_the_suite_lies_in_the_splits_that_no_policy_is_trained_on():
+    instances = load_instances(preset("instances", "default"))
+    assert set(suite.INSTANCES) <= set(instances.split("test"))
+    assert {instance.groups for instance in suite.INSTANCES} == set(instances.splits["test"].clusters)
+    assert {instance.model for instance in suite.INSTANCES} == set(instances.splits["test"].models)
+    assert set(suite.UNSEEN) <= set(instances.split("unseen_devices"))
+    trained = instances.splits["train"]
+    assert not {instance.model for instance in suite.TUNING} & set(trained.models)
+    compositions = {frozenset(device for device, _, _ in groups) for groups in trained.clusters}
+    assert not {frozenset(device for device, _, _ in instance.groups) for instance in suite.TUNING} & compositions
+
+
 def test_random_search_is_far_off_on_every_instance():
-    for name, entry in stored()["instances"].items():
+    entries = stored()["instances"]
+    assert list(entries) == [instance.name for instance in suite.INSTANCES + suite.UNSEEN]
+    for name, entry in entries.items():
         gaps = sorted(9.0 if gap is None else gap for gap in entry["random_gap_at_10000"])
         assert gaps[len(gaps) // 2] > 0.05, name
 
 
 def test_nothing_is_tuned_on_what_is_reported():
-    assert not set(suite.TUNING) & set(suite.INSTANCES)
+    assert not set(suite.TUNING) & set(suite.INSTANCES + suite.UNSEEN)
 
 
 @pytest.mark.parametrize(("change", "words"), [
