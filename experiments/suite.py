@@ -176,7 +176,7 @@ def _shown(stage: Stage) -> str:
 
 def make(options: dict[str, Any]) -> int:
     """Prove every instance and write suite.json; the exit status."""
-    chosen = INSTANCES + UNSEEN
+    chosen: Sequence[Instance] = INSTANCES + UNSEEN
     if options["only"] != 0:
         chosen = chosen[: positive_int("suite", "only", options["only"])]
     entries = {}
