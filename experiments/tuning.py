@@ -1,6 +1,6 @@
 """Settings of every searcher, chosen with the same effort on the same training instances by random search.
 
-    python -m experiments.tuning out=results/tuning                     some eight minutes on one core
+    python -m experiments.tuning out=results/tuning                     some ten minutes on one core
     python -m experiments.tuning out=/tmp/try trials=2 instances=2        half a minute, to see that it works
 
 Instances are drawn from the split `train` of conf/instances, more than EASY devices each; nothing of a test split is
@@ -11,12 +11,15 @@ each budget is read off its trace. Gap = iteration time / best one known of the 
     score = geometric mean, over the budgets, of the interquartile mean of the gap over instances and seeds
 
 so that halving the gap at a large budget is worth as much as halving it at a small one. Interquartile means below FLOOR
-count as FLOOR, a run without a plan as NO_PLAN. The best trial is then held against the first one on as many other
-instances with more seeds, the check: only if it is better there too is it `chosen`. Seeds are 1000 and up, which are
-not reported.
+count as FLOOR, a run without a plan as NO_PLAN. Two more steps, for the best of many trials owes much to its luck:
+
+    final   the first trial and the FINALISTS best others again, with other and more seeds
+    check   the best of these and the first trial on as many other instances, with those seeds
+
+Only what is better than the first trial in both is `chosen`. Seeds are 1000 and up, which are not reported.
 
 Each run is one file under out/runs/, so an interrupted tuning goes on where it stopped. Written at the end: trials.csv
-(a row per trial and draw of instances), table.md, best.json.
+(a row per step and trial), table.md, best.json.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ BUDGETS = (1000, 10_000)
 FIRST_SEED = 1000
 EASY = 8  # devices: random search solves most instances of so few
 FLOOR, NO_PLAN = 0.1, 1000.0  # %
-CHECK_SEEDS = 3  # of the check for each seed of the tuning
+FINALISTS, FINAL_SEEDS = 4, 2  # seeds: of the final and of the check, for each one of the tuning
 SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "ga": {
         "population": (20, 30, 60, 100, 150),
@@ -148,11 +151,18 @@ def _fits(problem: Problem) -> bool:
     return math.isfinite(lower_bound(problem, suite.spec()).seconds)
 
 
-def scored(runs: Sequence[Run], times: Sequence[list[float | None]]) -> dict[str, list[dict[str, Any]]]:
-    """{searcher: its trials in their order, each with settings, score and IQM gap in % at each budget}."""
-    known: dict[str, float] = {}
+def best_known(runs: Sequence[Run], times: Sequence[list[float | None]], before: dict[str, float]) -> dict[str, float]:
+    """Best iteration time of each instance by name, over these runs and what was known before."""
+    known = dict(before)
     for run, best_s in zip(runs, times, strict=True):
         known[run.instance.name] = min([known.get(run.instance.name, math.inf), *(t for t in best_s if t is not None)])
+    return known
+
+
+def scored(
+    runs: Sequence[Run], times: Sequence[list[float | None]], known: dict[str, float]
+) -> dict[str, list[dict[str, Any]]]:
+    """{searcher: its trials in their order, each with settings, score and IQM gap in % at each budget}."""
     gaps: dict[tuple[str, str], list[list[float]]] = {}
     for run, best_s in zip(runs, times, strict=True):
         row = [NO_PLAN if t is None else 100 * (t / known[run.instance.name] - 1) for t in best_s]
@@ -166,27 +176,38 @@ def scored(runs: Sequence[Run], times: Sequence[list[float | None]]) -> dict[str
     return found
 
 
-def best_of(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The trial with the lowest score, the first one where several are alike."""
-    return min(entries, key=lambda entry: entry["score"])
+def finalists(entries: Sequence[dict[str, Any]]) -> list[Settings]:
+    """The settings of the first trial, then those of the FINALISTS best others."""
+    others = sorted(entries[1:], key=lambda entry: entry["score"])[:FINALISTS]
+    return [entry["settings"] for entry in (entries[0], *others)]
 
 
-def chosen(tuned: dict[str, list[dict[str, Any]]], checked: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Per searcher: default and best trial on both draws of instances, and the settings to use."""
+def best_two(entries: Sequence[dict[str, Any]]) -> list[Settings]:
+    """The settings of the first trial, and of the one with the lowest score if that is another."""
+    best = min(entries, key=lambda entry: entry["score"])
+    return [entries[0]["settings"]] + [best["settings"]] * (best is not entries[0])
+
+
+def chosen(
+    tuned: dict[str, list[dict[str, Any]]],
+    final: dict[str, list[dict[str, Any]]],
+    checked: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Per searcher: the first trial and the best one of the final, both there and in the check; settings to use."""
     found = {}
-    for searcher, entries in tuned.items():
-        best = best_of(entries)
-        default_check, best_check = checked[searcher][0], checked[searcher][-1]
-        better = best_check["score"] < default_check["score"]
+    for searcher, entries in checked.items():
+        default, best = entries[0], entries[-1]
+        in_final = [next(e for e in final[searcher] if e["settings"] == entry["settings"]) for entry in (default, best)]
         found[searcher] = {
-            "trials": len(entries),
-            "default": entries[0]["settings"],
+            "trials": len(tuned[searcher]),
+            "default": default["settings"],
             "best": best["settings"],
-            "tuning_score": {"default": entries[0]["score"], "best": best["score"]},
-            "check_score": {"default": default_check["score"], "best": best_check["score"]},
-            "tuning_iqm_gap_pct": {"default": entries[0]["iqm_gap_pct"], "best": best["iqm_gap_pct"]},
-            "check_iqm_gap_pct": {"default": default_check["iqm_gap_pct"], "best": best_check["iqm_gap_pct"]},
-            "chosen": best["settings"] if better else entries[0]["settings"],
+            **{
+                f"{step}_{figure}": {"default": pair[0][figure], "best": pair[1][figure]}
+                for step, pair in (("final", in_final), ("check", (default, best)))
+                for figure in ("score", "iqm_gap_pct")
+            },
+            "chosen": min(entries, key=lambda entry: entry["score"])["settings"],
         }
     return found
 
@@ -195,33 +216,34 @@ def table(found: dict[str, Any], instances: int, seeds: int) -> str:
     """The outcome as Markdown: a row per searcher."""
     budgets = " / ".join(f"{budget:,}" for budget in BUDGETS)
     lines = [
-        f"Random search over settings on {instances} training instances, {seeds} seed(s) each; the check is on as many "
-        f"others, {CHECK_SEEDS * seeds} seeds each. Gap to the best plan known, IQM in %, at {budgets} evaluations.",
+        f"Settings drawn, on {instances} training instances; the final has {FINAL_SEEDS * seeds} other seeds",
+        "each, the check other instances too. Gap to the best plan known, IQM in %, at",
+        f"{budgets} evaluations.",
         "",
-        "| searcher | trials | default | best trial | default, check | best trial, check | chosen |",
+        "| searcher | trials | default, final | best, final | default, check | best, check | chosen |",
         "|---|---|---|---|---|---|---|",
     ]
     for searcher, row in found.items():
         cells = [
-            " / ".join(f"{gap:.3f}" for gap in row[f"{draw}_iqm_gap_pct"][trial])
-            for draw in ("tuning", "check")
-            for trial in ("default", "best")
+            " / ".join(f"{gap:.3f}" for gap in row[f"{step}_iqm_gap_pct"][which])
+            for step in ("final", "check")
+            for which in ("default", "best")
         ]
         changed = [f"{key} {value}" for key, value in row["chosen"].items() if value != row["default"][key]]
         lines.append(f"| {searcher} | {row['trials']} | {' | '.join(cells)} | {', '.join(changed) or 'default'} |")
     return "\n".join(lines) + "\n"
 
 
-def trials_csv(draws: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    """One row per draw of instances, searcher and trial."""
+def trials_csv(steps: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """One row per step, searcher and trial."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["draw", "searcher", "score", *(f"iqm_gap_pct_at_{budget}" for budget in BUDGETS), "settings"])
-    for draw, found in draws.items():
+    writer.writerow(["step", "searcher", "score", *(f"iqm_gap_pct_at_{budget}" for budget in BUDGETS), "settings"])
+    for step, found in steps.items():
         for searcher, entries in found.items():
             for entry in entries:
                 gaps = entry["iqm_gap_pct"] + [""] * (len(BUDGETS) - len(entry["iqm_gap_pct"]))
-                writer.writerow([draw, searcher, entry["score"], *gaps, json.dumps(entry["settings"])])
+                writer.writerow([step, searcher, entry["score"], *gaps, json.dumps(entry["settings"])])
     return text.getvalue()
 
 
@@ -238,31 +260,36 @@ def tune(options: dict[str, Any]) -> int:
     (out / "runs").mkdir(parents=True, exist_ok=True)
     drawn = pool(2 * instances)
 
-    def run_all(draw: str, settings: dict[str, list[Settings]], on: Sequence[Instance], seeds: int) -> Any:
+    known: dict[str, float] = {}
+
+    def run_all(step: str, settings: dict[str, list[Settings]], on: Sequence[Instance], seeds: range) -> Any:
+        """What `scored` says of these settings on these instances."""
         runs = [
-            Run(name, values, instance, seed, out / "runs" / f"{draw}-{name}-{trial:02d}-{number:02d}-{seed}.json")
+            Run(name, values, instance, seed, out / "runs" / f"{step}-{name}-{trial:02d}-{number:02d}-{seed}.json")
             for name, several in settings.items()
             for trial, values in enumerate(several)
             for number, instance in enumerate(on)
-            for seed in range(FIRST_SEED, FIRST_SEED + seeds)
+            for seed in seeds
         ]
         times = []
         for run, best_s in zip(runs, executor.map(best_times, runs), strict=True):
             times.append(best_s)
-            if len(times) % (instances * seeds) == 0:
-                print(f"{draw}: {run.searcher}, {len(times)} of {len(runs)} runs", flush=True)
-        return scored(runs, times)
+            if len(times) % (len(on) * len(seeds)) == 0:
+                print(f"{step}: {run.searcher}, {len(times)} of {len(runs)} runs", flush=True)
+        known.update(best_known(runs, times, known))
+        return scored(runs, times, known)
 
+    drawn = pool(2 * instances)
+    mine, others = drawn[:instances], drawn[instances:]
+    first = range(FIRST_SEED, FIRST_SEED + seeds)
+    more = range(first.stop, first.stop + FINAL_SEEDS * seeds)
     with ProcessPoolExecutor(workers, get_context("spawn")) as executor:
-        tuned = run_all("tuning", {name: trials(name, count) for name in names}, drawn[:instances], seeds)
-        best = {name: [rows[0]["settings"], best_of(rows)["settings"]] for name, rows in tuned.items()}
-        for pair in best.values():
-            if pair[0] == pair[1]:
-                del pair[1]
-        checked = run_all("check", best, drawn[instances:], CHECK_SEEDS * seeds)
-    found = chosen(tuned, checked)
+        tuned = run_all("tuning", {name: trials(name, count) for name in names}, mine, first)
+        final = run_all("final", {name: finalists(entries) for name, entries in tuned.items()}, mine, more)
+        checked = run_all("check", {name: best_two(entries) for name, entries in final.items()}, others, more)
+    found = chosen(tuned, final, checked)
     texts = {
-        "trials.csv": trials_csv({"tuning": tuned, "check": checked}),
+        "trials.csv": trials_csv({"tuning": tuned, "final": final, "check": checked}),
         "table.md": table(found, instances, seeds),
         "best.json": to_json_text({"instances": [instance.name for instance in drawn], "searchers": found}),
     }

@@ -30,12 +30,16 @@ def test_the_score_is_the_geometric_mean_over_budgets_of_the_gap_to_the_best_kno
     (instance,) = tuning.pool(1)
     runs = [tuning.Run("ga", {"a": a}, instance, seed, Path("-")) for a in (1, 2, 3) for seed in (0, 1)]
     times = [[1.08, 1.02], [1.08, 1.02], [2.0, 1.0], [2.0, 1.0], [None, 1.02], [None, 1.02]]
-    first, second, third = tuning.scored(runs, times)["ga"]
+    known = tuning.best_known(runs, times, {instance.name: 1.5})
+    assert known == {instance.name: 1.0}
+    first, second, third = tuning.scored(runs, times, known)["ga"]
     assert first["iqm_gap_pct"] == pytest.approx([8.0, 2.0])
     assert first["score"] == pytest.approx(4.0)
     assert second["score"] == pytest.approx((100 * tuning.FLOOR) ** 0.5)
     assert third["iqm_gap_pct"][0] == tuning.NO_PLAN
-    assert tuning.best_of([third, first, second]) is second
+    assert tuning.best_two([third, first, second]) == [{"a": 3}, {"a": 2}]
+    assert tuning.best_two([second, first]) == [{"a": 2}]
+    assert tuning.finalists([third, first, second]) == [{"a": 3}, {"a": 2}, {"a": 1}]
 
 
 def test_settings_are_chosen_only_if_they_are_better_on_the_check_too():
@@ -43,7 +47,8 @@ def test_settings_are_chosen_only_if_they_are_better_on_the_check_too():
         return [{"settings": {"a": a}, "score": score, "iqm_gap_pct": [score]} for a, score in enumerate(scores)]
 
     def chosen(*checked):
-        return tuning.chosen({"ga": entries(3.0, 2.0, 4.0)}, {"ga": entries(*checked)})["ga"]["chosen"]
+        found = {"ga": entries(3.0, 2.0, 4.0)}
+        return tuning.chosen(found, found, {"ga": entries(*checked)})["ga"]["chosen"]
 
     assert chosen(5.0, 4.0) == {"a": 1}
     assert chosen(4.0, 5.0) == {"a": 0}
@@ -58,7 +63,7 @@ def test_a_tuning_writes_its_files_and_goes_on_where_it_stopped(tmp_path, capsys
     assert len(set(data["instances"])) == 2
     row = data["searchers"]["annealing"]
     assert row["chosen"] in (row["default"], row["best"])
-    assert row["tuning_score"]["best"] <= row["tuning_score"]["default"]
+    assert row["final_score"]["best"] <= row["final_score"]["default"]
     assert first["trials.csv"].count(b"\ntuning,annealing,") == 2
     assert b"| annealing | 2 |" in first["table.md"]
     (tmp_path / "runs" / "tuning-annealing-01-00-1000.json").write_text("{")  # broken: run again, the others are not
