@@ -14,7 +14,7 @@ so that halving the gap at a large budget is worth as much as halving it at a sm
 count as FLOOR, a run without a plan as NO_PLAN. Two more steps, for the best of many trials owes much to its luck:
 
     final   the first trial and the FINALISTS best others again, with other and more seeds
-    check   the best of these and the first trial on as many other instances, with those seeds
+    check   the best of these and the first trial on twice as many other instances, with those seeds
 
 Only what is better than the first trial in both is `chosen`. Seeds are 1000 and up, which are not reported.
 
@@ -54,7 +54,8 @@ BUDGETS = (1000, 10_000)
 FIRST_SEED = 1000
 EASY = 8  # devices: random search solves most instances of so few
 FLOOR, NO_PLAN = 0.1, 1000.0  # %
-FINALISTS, FINAL_SEEDS = 4, 2  # seeds: of the final and of the check, for each one of the tuning
+FINALISTS = 4  # besides the first trial
+FINAL_SEEDS, CHECK_INSTANCES = 2, 2  # for each seed and each instance of the tuning; the check has those seeds too
 SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
     "ga": {
         "population": (20, 30, 60, 100, 150),
@@ -77,7 +78,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "width": (3, 5, 10, 20, 40),
         "patience": (0.003, 0.01, 0.03, 0.1, 0.3),
     },
-}  # of random nothing can be set
+}  # of random nothing can be set; ppo has none yet: its settings are being rewritten
 OPTIONS = {"out": None, "trials": 24, "instances": 12, "seeds": 1, "searchers": ",".join(SPACES), "workers": 2}
 
 Settings = dict[str, Any]
@@ -258,7 +259,7 @@ def tune(options: dict[str, Any]) -> int:
         raise InputError(f"tuning: searchers: {unknown[0]!r} is not one of {', '.join(SPACES)}")
     out = Path(str(options["out"]))
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    drawn = pool(2 * instances)
+    drawn = pool((1 + CHECK_INSTANCES) * instances)
 
     known: dict[str, float] = {}
 
@@ -279,7 +280,7 @@ def tune(options: dict[str, Any]) -> int:
         known.update(best_known(runs, times, known))
         return scored(runs, times, known)
 
-    drawn = pool(2 * instances)
+    drawn = pool((1 + CHECK_INSTANCES) * instances)
     mine, others = drawn[:instances], drawn[instances:]
     first = range(FIRST_SEED, FIRST_SEED + seeds)
     more = range(first.stop, first.stop + FINAL_SEEDS * seeds)

@@ -60,7 +60,7 @@ def test_a_tuning_writes_its_files_and_goes_on_where_it_stopped(tmp_path, capsys
     assert tuning.main(arguments) == 0
     first = {name: (tmp_path / name).read_bytes() for name in ("trials.csv", "table.md", "best.json")}
     data = json.loads(first["best.json"])
-    assert len(set(data["instances"])) == 2
+    assert len(set(data["instances"])) == 3
     row = data["searchers"]["annealing"]
     assert row["chosen"] in (row["default"], row["best"])
     assert row["final_score"]["best"] <= row["final_score"]["default"]
