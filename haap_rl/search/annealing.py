@@ -20,7 +20,7 @@ class Annealing:
     """
 
     def __init__(
-        self, start: float = 0.02, end: float = 0.0005, cycle: int = 1500, chains: int = 4, starts: int = 25
+        self, start: float = 0.01, end: float = 0.002, cycle: int = 300, chains: int = 2, starts: int = 25
     ) -> None:
         where = "search=annealing"
         self.start, self.end = positive_float(where, "start", start), positive_float(where, "end", end)
