@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from deap import base, tools
 
 from haap_rl.cost.compiling import ready
-from haap_rl.problem.errors import positive_float, positive_int, share
+from haap_rl.problem.errors import InputError, positive_float, positive_int, share
 from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import load_problem
 from haap_rl.search import ga_kernels, relief_kernels
+from haap_rl.search.autohaap import Kept
 from haap_rl.search.base import Objective, compile_kernels, seeded_global_random
 from haap_rl.space import kernels, moves
 from haap_rl.space.options import SpaceSpec
@@ -47,6 +50,8 @@ class GeneticAlgorithm:
     regular     share of a first population that is drawn regular, each device group one run of equal stages
                 (`relief_kernels.regular`); the rest are the space's draws
     patience    generations without a better plan after which evolution starts anew from a fresh population
+    policy      `pretrained` or a file of `train_policy`: the best plans it proposes are the first population, later
+                ones are drawn; null: all are drawn
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class GeneticAlgorithm:
         relief: float = 0.5,
         regular: float = 0.5,
         patience: int = 20,
+        policy: str | None = None,
     ) -> None:
         where = "search=ga"
         self.population = positive_int(where, "population", population)
@@ -66,6 +72,13 @@ class GeneticAlgorithm:
         self.tournament = positive_int(where, "tournament", tournament)
         self.relief, self.regular = share(where, "relief", relief), share(where, "regular", regular)
         self.patience = positive_int(where, "patience", patience)
+        if policy is not None and not isinstance(policy, str):
+            raise InputError(f"{where}: policy={policy!r} must be pretrained or the path of a policy file")
+        self.network = None
+        if policy is not None:
+            from haap_rl.search.candidate_policy import load_policy  # torch is imported only for a policy
+
+            self.network = load_policy(policy)[0]
 
     def prepare(self) -> None:
         """Have the crossover compiled too."""
@@ -73,7 +86,21 @@ class GeneticAlgorithm:
         ready("crossover", _first_cross)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        self.evolve(objective, rng, self.draws(objective.space, rng))
+        if self.network is None:
+            self.evolve(objective, rng, self.draws(objective.space, rng))
+        else:
+            self.evolve(objective, rng, objective.space.draws(rng, 0), self.proposed(objective, rng))
+
+    def proposed(self, objective: Objective, rng: np.random.Generator) -> list[Kept]:
+        """The best plans that the policy proposes, priced: one per number of micro-batches, and one batch drawn."""
+        from haap_rl.search.proposals import Proposals
+
+        assert self.network is not None
+        proposals = Proposals(objective, self.network)
+        with seeded_global_random(rng):
+            proposals.first()
+            proposals.more()
+        return proposals.take(self.population)
 
     def draws(self, space: Space, rng: np.random.Generator) -> Codes:
         """A fresh population."""
@@ -83,21 +110,27 @@ class GeneticAlgorithm:
             relief_kernels.regular(space.neighbourhood, relief_kernels.regular_options(space), rng, regular)
         return codes
 
-    def evolve(self, objective: Objective, rng: np.random.Generator, codes: Codes) -> None:
-        """Evolve the rows `codes`, plans of the space in any number, and then fresh ones, until the budget ends."""
+    def evolve(self, objective: Objective, rng: np.random.Generator, codes: Codes, priced: Sequence[Kept] = ()) -> None:
+        """Evolve the rows `codes`, plans of the space in any number, and then fresh ones, until the budget ends.
+
+        priced: plans of the first population that have been priced already, and are not priced again.
+        """
         self.prepare()
         space = objective.space
         self._edits, self._smaller = kernels.coded(moves.edits(space)), ga_kernels.as_table(smaller_options(space))
         with seeded_global_random(rng):
             while True:
-                self._generations(objective, rng, codes)
-                codes = self.draws(space, rng)
+                self._generations(objective, rng, codes, priced)
+                codes, priced = self.draws(space, rng), ()
 
-    def _generations(self, objective: Objective, rng: np.random.Generator, codes: Codes) -> None:
-        """Evolve the rows until `patience` generations in a row have found nothing better."""
-        start = objective.evaluations
+    def _generations(
+        self, objective: Objective, rng: np.random.Generator, codes: Codes, priced: Sequence[Kept]
+    ) -> None:
+        """Evolve the plans until `patience` generations in a row have found nothing better."""
+        start = objective.evaluations - len(priced)
         relieved = idle = 0
-        parents = self._evaluated(_fresh(codes, []), objective)
+        known = [Individual(plan.code, plan.rank) for plan in priced]
+        parents = tools.selBest(known + self._evaluated(_fresh(codes, known), objective), len(known) + len(codes))
         while idle < self.patience:
             best = parents[0].fitness
             while relieved < self.relief * (objective.evaluations - start):

@@ -4,12 +4,15 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import load_problem
 from haap_rl.search import ga_kernels
 from haap_rl.search.base import Budget, BudgetExhausted, Objective, run_search
+from haap_rl.search.candidate_policy import CandidateNetwork, policy_bytes
 from haap_rl.search.ga import GeneticAlgorithm, Individual, cross, random_cuts, smaller_options
+from haap_rl.space.construction import FEATURES
 from haap_rl.space.options import SpaceSpec
 from tests.builders import group, problem
 
@@ -110,6 +113,25 @@ def test_search_is_evolution_of_fresh_draws():
     )
 
 
+def test_a_policy_gives_the_first_population_and_its_plans_are_priced_once(tmp_path):
+    torch.manual_seed(0)
+    (tmp_path / "policy.npz").write_bytes(policy_bytes(CandidateNetwork(len(FEATURES), 8), {}))
+    ga = GeneticAlgorithm(policy=str(tmp_path / "policy.npz"))
+    objective, priced = Objective(load_problem(), Budget(evaluations=300)), []
+    many = objective.many
+    objective.many = lambda codes, *limit: priced.extend(code.tobytes() for code in codes) or many(codes, *limit)
+    other = Objective(load_problem())
+    first = ga.proposed(other, np.random.default_rng(7))
+    assert len(first) == ga.population
+    with pytest.raises(BudgetExhausted):
+        ga.search(objective.problem, objective, np.random.default_rng(7))
+    proposed = priced[: other.evaluations]
+    assert {plan.code.tobytes() for plan in first} <= set(proposed)
+    assert not set(proposed) & set(priced[other.evaluations : other.evaluations + ga.population])
+    assert objective.evaluations == 300
+    assert objective.best_s < other.best_s
+
+
 @pytest.mark.parametrize("relief", [0.0, 0.3, 0.8])
 def test_relief_gets_its_share_of_the_evaluations(relief, monkeypatch):
     spent = []
@@ -166,7 +188,9 @@ def test_a_space_of_one_plan_is_searched_to_the_end_of_the_budget():
         assert (result.evaluations, len(result.plan.stages)) == (50, 1)
 
 
-@pytest.mark.parametrize("values", [{"relief": 1.5}, {"regular": -1}, {"patience": 0}, {"population": 1.5}])
+@pytest.mark.parametrize("values", [
+    {"relief": 1.5}, {"regular": -1}, {"patience": 0}, {"population": 1.5}, {"policy": 5},
+])  # fmt: skip
 def test_bad_settings_are_refused(values):
     with pytest.raises(InputError, match="search=ga"):
         GeneticAlgorithm(**values)
