@@ -18,7 +18,7 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,33 @@ def interquartile_mean(gaps: Floats) -> float:
     return float(stats.trim_mean(gaps.ravel(), 0.25))
 
 
+def resampled_means(gaps: Floats, groups: int = 1, stream: int = 0) -> Floats:
+    """(RESAMPLES,) interquartile means of (instances, seeds) gaps, seeds drawn anew within each instance.
+
+    groups: where seed s belongs to group s % groups (of runs that share a trained policy), whole groups are drawn
+    first, the same ones for every instance, then seeds within them. stream: other seeds for another value, of the same
+    groups.
+    """
+    from scipy import stats
+
+    instances, seeds = gaps.shape
+    shape = (RESAMPLES, instances, seeds)
+    groups = min(groups, seeds)
+    rng = np.random.default_rng(stream)
+    if groups == 1:
+        drawn = rng.integers(seeds, size=shape)
+    else:
+        group = np.random.default_rng(0).integers(groups, size=(RESAMPLES, groups))[:, np.arange(seeds) % groups]
+        sizes = np.bincount(np.arange(seeds) % groups)
+        drawn = group[:, None] + groups * rng.integers(sizes[group][:, None], size=shape)
+    chosen = np.take_along_axis(np.broadcast_to(gaps, shape), drawn, 2).reshape(RESAMPLES, -1)
+    return np.asarray(stats.trim_mean(chosen, 0.25, axis=1))
+
+
 def interval(gaps: list[Floats]) -> tuple[float, float]:
     """95 % interval of the interquartile mean: seeds drawn anew within each instance."""
-    rng = np.random.default_rng(0)
-    means = [
-        interquartile_mean(np.concatenate([rng.choice(here, len(here)) for here in gaps])) for _ in range(RESAMPLES)
-    ]
-    return float(np.percentile(means, 2.5)), float(np.percentile(means, 97.5))
+    low, high = np.percentile(resampled_means(np.array(gaps)), (2.5, 97.5))
+    return float(low), float(high)
 
 
 def gaps_of(runs: list[list[dict[str, Any]]], best_s: Sequence[float], budget: int) -> list[Floats] | None:
@@ -198,30 +218,41 @@ def instances_table(summary: dict[str, Any], found: dict[str, Any], instances: S
     return "\n".join(lines) + "\n"
 
 
-def draw(summary: dict[str, Any], path: Path) -> None:
-    """Interquartile mean of the gap against evaluations, with its interval."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+def draw_curves(axes: Any, rows: Mapping[str, Sequence[tuple[int, float, float, float]]]) -> None:
+    """Interquartile mean of the gap against evaluations, with its interval: (evaluations, mean, low, high) by name."""
     floor = 0.003  # %, where a logarithmic axis ends
-    for color, (name, row) in enumerate(summary["searchers"].items()):
-        shown = [(int(b), here) for b, here in row["budgets"].items() if here["interval_95_pct"] is not None]
-        if not shown:
+    for color, (name, points) in enumerate(rows.items()):
+        if not points:
             continue
-        at, rows = zip(*shown, strict=True)
-        middle = np.maximum(floor, [here["iqm_gap_pct"] for here in rows])
-        low, high = np.maximum(floor, np.array([here["interval_95_pct"] for here in rows]).T)
-        axes.plot(at, middle, "o-", color=f"C{color}", label=name, markersize=4)
+        at = [point[0] for point in points]
+        middle, low, high = np.maximum(floor, np.array([point[1:] for point in points])).T
+        axes.plot(at, middle, "o-" if color < 10 else "s--", color=f"C{color}", label=name, markersize=4)
         axes.fill_between(at, low, high, color=f"C{color}", alpha=0.15, linewidth=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("plan evaluations")
     axes.set_ylabel(f"gap to the optimum, % (IQM; {floor} or less at the bottom)", fontsize=9)
-    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """The curves of every searcher as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = {
+        name: [
+            (int(budget), here["iqm_gap_pct"], *here["interval_95_pct"])
+            for budget, here in row["budgets"].items()
+            if here["interval_95_pct"] is not None
+        ]
+        for name, row in summary["searchers"].items()
+    }
+    axes = figure.subplots()
+    draw_curves(axes, rows)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 
