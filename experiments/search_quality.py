@@ -101,7 +101,9 @@ def resampled_means(gaps: Floats, groups: int = 1, stream: int = 0) -> Floats:
     if groups == 1:
         drawn = rng.integers(seeds, size=shape)
     else:
-        group = np.random.default_rng(0).integers(groups, size=(RESAMPLES, groups))[:, np.arange(seeds) % groups]
+        group = np.random.default_rng((0, groups)).integers(groups, size=(RESAMPLES, groups))[
+            :, np.arange(seeds) % groups
+        ]
         sizes = np.bincount(np.arange(seeds) % groups)
         drawn = group[:, None] + groups * rng.integers(sizes[group][:, None], size=shape)
     chosen = np.take_along_axis(np.broadcast_to(gaps, shape), drawn, 2).reshape(RESAMPLES, -1)
