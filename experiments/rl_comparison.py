@@ -1,6 +1,6 @@
 """What is a trained policy worth beside searchers? Problems that it has never met, many seeds, intervals.
 
-    python -m experiments.rl_comparison out=results/rl policies=runs/train_policy     some hours on two cores
+    python -m experiments.rl_comparison out=results/rl policies=runs/train_policy     six hours on two cores
     python -m experiments.rl_comparison out=/tmp/try quick=true                       minutes, to see that it works
 
 policies     the out of `python -m haap_rl.train_policy seeds=[0,1,2,3,4]`, whose seed-N/policy.npz are compared, run s
