@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ["problem", "cost", "space", "search"]  # each may import those before it
+ROOMS = ["problem", "cost", "space", "search", "training"]  # each may import those before it
+TRAINS = ("ppo.py", "ppo_partition.py")  # the searchers that train in the environments
 
 
 def imports(path):
@@ -30,7 +31,8 @@ def test_imports_go_one_way():
         for path in (ROOT / "haap_rl" / here).rglob("*.py"):
             ours = {room(name) for name in imports(path) if name.startswith("haap_rl.")}
             assert ours <= allowed, (path, ours - allowed)
-            assert not any(name.startswith("haap_envs") for name in imports(path)), path
+            if here != "training" and path.name not in TRAINS:
+                assert not any(name.startswith("haap_envs") for name in imports(path)), path
 
 
 def test_environments_sit_on_problem_cost_space_and_the_search_contract():

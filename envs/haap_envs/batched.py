@@ -8,7 +8,7 @@ Each equals the environments of its name one by one, step by step, in a `DummyVe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +21,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvS
 from haap_envs.construct import ILLEGAL_REWARD, candidates_of, choice_of_count, num_candidates, spaces
 from haap_rl.search.base import Objective
 from haap_rl.space import construction_kernels as kernels
+from haap_rl.space.construction import FEATURES
 
 Observations = npt.NDArray[np.float32]
 Infos = list[dict[str, Any]]
@@ -63,10 +64,10 @@ class BatchedEnv(VecEnv):
         for i, seed in enumerate(self._seeds):
             if seed is not None:
                 self.rngs[i] = seeding.np_random(seed)[0]
+        self.reset_infos = [{} for _ in range(self.num_envs)]
         self._begin(np.arange(self.num_envs))
         self._reset_seeds()
         self._reset_options()
-        self.reset_infos = [{} for _ in range(self.num_envs)]
         return self._observe()
 
     def step_async(self, actions: npt.NDArray[Any]) -> None:
@@ -122,7 +123,7 @@ class ConstructVecEnv(BatchedEnv):
         rows = candidates_of(objectives, num_candidates)
         super().__init__(num_envs, *spaces(rows))
         self.problem = np.zeros(num_envs, np.int64)  # of each environment
-        self._seen = np.zeros((num_envs, *self.observation_space.shape), np.float32)  # type: ignore[misc]
+        self._seen = np.zeros((num_envs, rows, len(FEATURES)), np.float32)
         self._nothing = np.zeros(self._seen.shape[1:], np.float32)
         self._nothing.flags.writeable = False
         first = objectives[0].space
@@ -132,11 +133,12 @@ class ConstructVecEnv(BatchedEnv):
         if len(self.objectives) > 1:
             for i in members.tolist():
                 self.problem[i] = self.rngs[i].integers(len(self.objectives))
-        for objective, here in self._by_problem(members):
+        for problem, here in self._by_problem(members):
+            objective = self.objectives[problem]
             num_candidates(objective, self._seen.shape[1])
             c = objective.space.construction
             self._make_room(c.max_stages, len(c.total))
-            counts = [choice_of_count(c, self._options[i].get("num_microbatches")) for i in here.tolist()]
+            counts = [choice_of_count(c, self.count_of(problem, self._options[i])) for i in here.tolist()]
             kernels.begin_many(c, self._partials, here, np.array(counts, np.int64), self._seen)
 
     def _make_room(self, stages: int, groups: int) -> None:
@@ -150,13 +152,19 @@ class ConstructVecEnv(BatchedEnv):
             after[tuple(slice(size) for size in before.shape)] = before
         self._partials = new
 
-    def _by_problem(self, members: npt.NDArray[np.int64]) -> Iterable[tuple[Objective, npt.NDArray[np.int64]]]:
-        if len(self.objectives) == 1:
-            yield self.objectives[0], members
-            return
+    def _by_problem(self, members: npt.NDArray[np.int64]) -> Iterable[tuple[int, npt.NDArray[np.int64]]]:
         problems = self.problem[members]
         for problem in np.unique(problems).tolist():
-            yield self.objectives[problem], members[problems == problem]
+            yield problem, members[problems == problem]
+
+    def count_of(self, problem: int, options: Mapping[str, Any]) -> int | None:
+        """Number of micro-batches that an episode begins with; None: it is the first choice."""
+        return options.get("num_microbatches")
+
+    def reward(self, problem: int, energy: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Rewards of plans of these energies (`Estimate.energy`)."""
+        ideal_s = self.objectives[problem].space.construction.ideal_s
+        return math.log(ideal_s) - energy
 
     def _advance(
         self, actions: npt.NDArray[np.int64]
@@ -167,16 +175,15 @@ class ConstructVecEnv(BatchedEnv):
         dones, infos = ~legal, [{"TimeLimit.truncated": False} for _ in range(n)]  # type: npt.NDArray[np.bool_], Infos
         for i in np.flatnonzero(dones).tolist():
             infos[i].update(iteration_time_s=math.inf, fits=False)
-        for objective, members in self._by_problem(np.flatnonzero(legal)):
+        for problem, members in self._by_problem(np.flatnonzero(legal)):
+            objective = self.objectives[problem]
             space = objective.space
             ended, rows = kernels.step_many(space.construction, self._partials, members, actions[members], self._seen)
             if not ended.any():
                 continue
-            rows = rows[ended]
-            kernels.give_out_layers(space.neighbourhood, rows)
-            prices = objective.many(rows)
+            prices = objective.many(rows[ended])
             who = members[ended]
-            rewards[who] = math.log(space.construction.ideal_s) - prices.energy
+            rewards[who] = self.reward(problem, prices.energy)
             dones[who] = True
             for i, seconds, missing in zip(
                 who.tolist(), prices.iteration_s.tolist(), prices.bytes_missing.tolist(), strict=True

@@ -19,7 +19,6 @@ from haap_rl.search.base import Objective
 from haap_rl.space import construction
 from haap_rl.space.construction import FEATURES, MOST, Construction, Partial
 from haap_rl.space.options import SpaceSpec
-from haap_rl.space.space import Genome
 
 Observation = npt.NDArray[np.float32]
 ILLEGAL_REWARD = -4.0  # a plan e^4 times slower than the ideal
@@ -70,9 +69,10 @@ def num_candidates(objective: Objective, most: int | None = None) -> int:
     return needed
 
 
-def spaces(rows: int) -> tuple[gym.spaces.Box, gym.spaces.Discrete]:
+def spaces(rows: int) -> tuple[gym.spaces.Space[Observation], gym.spaces.Discrete]:
     """Observation and action space for so many candidates."""
-    return gym.spaces.Box(-MOST, MOST, (rows, len(FEATURES)), np.float32), gym.spaces.Discrete(rows)
+    box: gym.spaces.Space[Any] = gym.spaces.Box(-MOST, MOST, (rows, len(FEATURES)), np.float32)
+    return box, gym.spaces.Discrete(rows)
 
 
 def choice_of_count(c: Construction, num_microbatches: int | None) -> int:
@@ -170,12 +170,9 @@ class ConstructEnv(gym.Env[Observation, np.int64]):
         if self._partial.count < 0 or action < stop:
             self._partial = construction.chosen(self.construction, self._partial, int(action))
             return self._observation(), 0.0, False, False, {}
-        space, partial = self.objective.space, self._partial
-        genome = space.decode(int(self.construction.m[partial.count]), tuple(reversed(partial.options)))
-        if genome is None:
-            raise AssertionError("a legal plan cannot hold the layers")
+        space = self.objective.space
+        prices = self.objective.many(space.encode([construction.genome(space, self._partial)]))
         self._partial = None
-        prices = self.objective.many(space.encode([Genome(*genome)]))
         reward = math.log(self.construction.ideal_s) - float(prices.energy[0])
         info = {"iteration_time_s": float(prices.iteration_s[0]), "fits": not prices.bytes_missing[0]}
         return self._observation(), reward, True, False, info

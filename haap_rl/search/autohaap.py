@@ -11,6 +11,8 @@ each candidate its layers, the estimator's tables make a what-if cheap. The neig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from haap_rl.problem.errors import positive_float, positive_int
@@ -49,15 +51,20 @@ class AutoHAAP:
         while True:
             self.descend(objective, rng)
 
-    def descend(self, objective: Objective, rng: np.random.Generator, most: int | None = None) -> None:
-        """From fresh starts until all plans kept are local optima, or until `most` evaluations."""
+    def descend(
+        self, objective: Objective, rng: np.random.Generator, most: int | None = None, kept: Sequence[Kept] = ()
+    ) -> None:
+        """Until all plans kept are local optima, or until `most` evaluations; from `kept`, or else fresh starts."""
         space = objective.space
         until = None if most is None else objective.evaluations + most
         found = np.zeros((kernels.most_relief(space) + len(space.options) + 1, 2 + 2 * space.max_stages), np.int64)
-        codes = space.draws(rng, self.starts)
-        relief_kernels.regular(space.neighbourhood, relief_kernels.regular_options(space), rng, codes[::2])
-        kept: list[Kept] = []
-        known: set[bytes] = set()
+        kept, known = sorted(kept, key=lambda plan: plan.rank)[: self.width], set[bytes]()
+        codes = found[:0]
+        if kept:
+            self._fresh(np.array([plan.code for plan in kept]), known)
+        else:
+            codes = space.draws(rng, self.starts)
+            relief_kernels.regular(space.neighbourhood, relief_kernels.regular_options(space), rng, codes[::2])
         while True:
             codes = self._fresh(codes, known)
             if until is not None:

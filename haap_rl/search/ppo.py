@@ -1,73 +1,110 @@
-"""Reinforcement learning: MaskablePPO (sb3-contrib) edits plans in `haap_rl/Partition-v0`, from scratch on one problem.
+"""Reinforcement learning: MaskablePPO (sb3-contrib) with a policy that scores candidates builds plans stage by stage.
 
-The environment is taken by its module-qualified id, so nothing here imports upwards.
+    +search=ppo                             trains from scratch on this problem, in haap_rl/Construct-v0
+    +search=ppo search.policy=pretrained    a policy trained on other problems proposes plans, relief polishes them
+
+The trained policy (`python -m haap_rl.train_policy`, or the shipped one) can also propose only, or go on training on
+this problem.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib import MaskablePPO
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+from stable_baselines3.common.vec_env import VecMonitor
 
-from haap_rl.problem.errors import positive_float, positive_int, share
+from haap_envs.batched import BatchedEnv, ConstructVecEnv
+from haap_rl.problem.errors import InputError, positive_float, positive_int, share
 from haap_rl.problem.plan import Problem
+from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Objective, seeded_global_random
+from haap_rl.search.candidate_policy import CandidateNetwork, CandidatePolicy, load_policy
+from haap_rl.search.proposals import Proposals
 
-ENVIRONMENT = "haap_envs:haap_rl/Partition-v0"
+MODES = ("train", "propose", "polish")
+PROPOSED = 6  # batches of proposals per round of polishing, after the first
 
 
-class ObjectiveWriter(KVWriter):
-    """Passes the figures that Stable-Baselines3 logs (train/*, rollout/*, time/*) on to the objective."""
+class Figures(KVWriter):
+    """Passes the figures that Stable-Baselines3 logs (train/*, rollout/*, time/*) on to somebody."""
 
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
+    def __init__(self, told: Callable[[Mapping[str, float]], None]) -> None:
+        self._told = told
 
     def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
         values = {key: float(value) for key, value in key_values.items() if isinstance(value, int | float | np.number)}
-        self._objective.log(values)
+        self._told(values)
 
     def close(self) -> None:
         pass
 
 
+class Until(BaseCallback):
+    """Ends a training after so many evaluations; 0: never."""
+
+    def __init__(self, objective: Objective, evaluations: int) -> None:
+        super().__init__()
+        self._objective, self._until = objective, objective.evaluations + (evaluations or 10**18)
+
+    def _on_step(self) -> bool:
+        return self._objective.evaluations < self._until
+
+
 class PPO:
     """Proximal policy optimisation (Schulman et al. 2017) with invalid-action masking (Huang, Ontanon 2022).
 
-    num_envs       environments stepped side by side
-    num_steps      moves per environment between two updates (fewer where the budget is small)
-    max_moves      moves per episode
+    policy         null: train from scratch; `pretrained` or a file of `train_policy`: start from that policy
+    mode           train     PPO on this problem, from scratch or from `policy`
+                   propose   only plans of `policy`: the most likely ones, then others drawn from it
+                   polish    the same, and bottleneck relief from the best of them
+                   null: polish with a policy, train without one
+    num_envs       plans built side by side
+    num_steps      choices per plan between two updates (fewer where the budget is small)
     learning_rate, gamma, gae_lambda, num_epochs, batch_size, clip_range, entropy   as in Stable-Baselines3
-    hidden         units of each of the two hidden layers, policy and value network each
+    hidden         units of the network's layers, where it is trained from scratch
+    cycle          evaluations after which a new policy is trained, since one that has settled finds nothing new (0:
+                   never)
 
-    The trained model is kept as the artifact policy.zip, for `MaskablePPO.load`.
+    A model that was trained is kept as the artifact policy.zip, for `MaskablePPO.load`.
     """
 
     def __init__(
         self,
-        num_envs: int = 8,
-        num_steps: int = 16,
-        max_moves: int = 32,
+        policy: str | None = None,
+        mode: str | None = None,
+        num_envs: int = 64,
+        num_steps: int = 8,
         learning_rate: float = 3e-3,
-        gamma: float = 0.3,
+        gamma: float = 1.0,
         gae_lambda: float = 0.95,
-        num_epochs: int = 10,
-        batch_size: int = 64,
+        num_epochs: int = 4,
+        batch_size: int = 128,
         clip_range: float = 0.2,
         entropy: float = 0.01,
         hidden: int = 64,
+        cycle: int = 2500,
     ) -> None:
         where = "search=ppo"
+        self.mode = mode or ("train" if policy is None else "polish")
+        if self.mode not in MODES:
+            raise InputError(f"{where}: mode={mode!r} is not known; choose one of {', '.join(MODES)}, or null")
+        if policy is None and self.mode != "train":
+            raise InputError(f"{where}: mode={mode} needs a policy; add search.policy=pretrained, or use mode=train")
+        if policy is not None and not isinstance(policy, str):
+            raise InputError(f"{where}: policy={policy!r} must be pretrained or the path of a policy file")
+        self.network = None if policy is None else load_policy(policy)[0]
         self.num_envs = positive_int(where, "num_envs", num_envs)
         self.num_steps = positive_int(where, "num_steps", num_steps)
-        self.max_moves = positive_int(where, "max_moves", max_moves)
-        self.hidden = positive_int(where, "hidden", hidden)
+        self.hidden = positive_int(where, "hidden", hidden) if self.network is None else self.network.hidden
+        self.cycle = cycle if cycle == 0 and type(cycle) is int else positive_int(where, "cycle", cycle)
         self._model: MaskablePPO | None = None
         self._settings: dict[str, Any] = {
             "learning_rate": positive_float(where, "learning_rate", learning_rate),
@@ -78,43 +115,72 @@ class PPO:
             "clip_range": positive_float(where, "clip_range", clip_range),
             "ent_coef": share(where, "entropy", entropy),
         }
-
         # torch imports a second's worth of modules at its first optimiser: better now than on the search's clock
         torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        def make() -> gym.Env[Any, Any]:
-            return gym.make(
-                ENVIRONMENT,
-                problem=problem,
-                objective=objective,
-                max_moves=self.max_moves,
-                disable_env_checker=True,
-            )
-
         self._model = None
-        num_steps = self.num_steps
-        if objective.remaining is not None:  # at least four updates, or PPO would only ever act at random
-            num_steps = max(2, min(num_steps, objective.remaining // (4 * self.num_envs)))
         with seeded_global_random(rng) as seed:
-            environments = VecMonitor(DummyVecEnv([make] * self.num_envs))  # which sums the rewards for rollout/*
-            settings = {**self._settings, "batch_size": min(self._settings["batch_size"], num_steps * self.num_envs)}
-            self._model = MaskablePPO(
-                "MlpPolicy",
-                environments,
-                n_steps=num_steps,
-                policy_kwargs={"net_arch": [self.hidden, self.hidden], "activation_fn": torch.nn.Tanh},
-                seed=seed,
-                device="cpu",
-                **settings,
+            if self.mode == "train":
+                self._train(objective, seed)
+                return
+            assert self.network is not None
+            proposals = Proposals(objective, self.network)
+            proposals.first()
+            if self.mode == "polish":
+                polish(proposals, rng)
+            while proposals.more():
+                pass
+            while True:  # the policy has nothing new to say
+                objective.many(objective.space.draws(rng, self.num_envs))
+
+    # ------------------------------------------------------------------------------- training on one problem
+    def environments(self, objective: Objective) -> BatchedEnv:
+        """What the policy is trained in."""
+        return ConstructVecEnv([objective], self.num_envs)
+
+    def _train(self, objective: Objective, seed: int) -> None:
+        if self.network is not None:  # what it can do already comes first
+            Proposals(objective, self.network).first()
+        num_steps = self.num_steps
+        if objective.remaining is not None:  # some twenty updates, or PPO would hardly learn anything
+            num_steps = max(2, min(num_steps, objective.remaining * 8 // (20 * self.num_envs)))
+        settings = {**self._settings, "batch_size": min(self._settings["batch_size"], num_steps * self.num_envs)}
+        environments = VecMonitor(self.environments(objective))  # which sums the rewards for rollout/*
+        for attempt in itertools.count():
+            trained = self._model = model(
+                environments, seed + attempt, n_steps=num_steps, policy_kwargs={"hidden": self.hidden}, **settings
             )
-            self._model.set_logger(Logger(folder=None, output_formats=[ObjectiveWriter(objective)]))
-            self._model.learn(total_timesteps=10**12)  # the objective ends it
+            if self.network is not None:
+                network: CandidateNetwork = trained.policy.network  # type: ignore[assignment]
+                network.load_state_dict(self.network.state_dict())
+            trained.set_logger(Logger(folder=None, output_formats=[Figures(objective.log)]))
+            trained.learn(10**12, callback=Until(objective, self.cycle))  # or until the objective ends it
 
     def artifacts(self) -> Mapping[str, bytes]:
-        """policy.zip: the model as it was when the search ended; nothing if that was before there was one."""
+        """policy.zip: the model as it was when the search ended; nothing where none was trained."""
         if self._model is None:
             return {}
         file = io.BytesIO()
         self._model.save(file)
         return {"policy.zip": file.getvalue()}
+
+
+def model(environments: Any, seed: int, **settings: Any) -> MaskablePPO:
+    """MaskablePPO with the candidate-scoring policy on these environments."""
+    return MaskablePPO(CandidatePolicy, environments, seed=seed, device="cpu", **settings)
+
+
+def polish(proposals: Proposals, rng: np.random.Generator) -> None:
+    """Relieve the bottlenecks of the best proposals; then in turn AutoHAAP from its own starts, and more proposals.
+
+    Ends by BudgetExhausted alone. The first batch of proposals is priced before anything is relieved, so that a small
+    budget is all the policy's.
+    """
+    objective, relief = proposals.objective, AutoHAAP()
+    proposals.more()
+    while True:
+        relief.descend(objective, rng, kept=proposals.take(relief.width))
+        relief.descend(objective, rng)
+        for _ in range(PROPOSED):
+            proposals.more()

@@ -21,14 +21,16 @@ import numpy.typing as npt
 
 from haap_rl.cost.estimator import FIRST, LAST
 from haap_rl.problem.plan import RECOMPUTE_MODES
+from haap_rl.space.balance import even_split, pipeline_fill
 
 if TYPE_CHECKING:
-    from haap_rl.space.space import Space
+    from haap_rl.space.space import Genome, Space
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Observation = npt.NDArray[np.float32]
 MOST = 4.0  # features are clipped to this size
+NOTHING = 1e-9  # a speed that is but the rounding of sums
 
 FEATURES = (
     "legal",  # 1; a row of zeros is no choice
@@ -67,8 +69,12 @@ FEATURES = (
     "same_option",  # as the stage behind
     "same_group",
     "speed_ratio",  # log(speed / mean speed of the chosen stages)
-    "stop_now",  # log(iteration / ideal) if the plan ended with this stage and were perfectly balanced
-    "use_rest",  # the same if the idle devices became one more such stage
+    # the load balancer's, as times of a pipeline without gradient sync over those of an ideal one, log
+    "stop_now",  # if the plan ended with this stage; 4 where it cannot
+    "slowest",  # of that, the slowest stage alone
+    "use_rest",  # if the idle devices became one more stage, at their best
+    "repeat",  # if more stages like this one took what it can of them first
+    "copies",  # how many these would be, / 16
 )
 COLUMN = {name: i for i, name in enumerate(FEATURES)}
 VERSION = 1  # of these features: a policy trained on another version cannot be used
@@ -78,7 +84,7 @@ class Construction(NamedTuple):
     """A space as arrays for building plans. K options, F feasible micro-batch counts, G device groups, S = most stages.
 
     m           (F,) numbers of micro-batches
-    index       (F,) their indices in the space
+    space_index (F,) their indices in the space
     group, devices, units   (K, 2) of each option's one or two replica groups; 0 devices: it has no second one
     step        (K,) what an option takes of a state of `room`
     most        (F, 4, S+1, K) `Tables.max_layers`, options last
@@ -90,11 +96,14 @@ class Construction(NamedTuple):
     fixed       (F, K + 1, len(FEATURES)) the features that do not change, STOP last
     start       (F, len(FEATURES)) features of each number of micro-batches
     send        (F, K, K) sends both ways between two options / ideal seconds of a micro-batch
+    ends        (F, 2, K) seconds of embedding and head / the same
+    blocking    share of a send that keeps both stages busy
+    load_balance   `SpaceSpec.load_balance`
     ideal_s     seconds of an iteration without any loss, at the best number of micro-batches
     """
 
     m: Ints
-    index: Ints
+    space_index: Ints
     group: Ints
     devices: Ints
     units: Ints
@@ -109,6 +118,9 @@ class Construction(NamedTuple):
     fixed: Observation
     start: Observation
     send: Floats
+    ends: Floats
+    blocking: float
+    load_balance: bool
     ideal_s: float
     num_layers: int
     max_stages: int
@@ -140,6 +152,8 @@ def build(space: Space) -> Construction:
     own = fixed[:, :-1]
     fair = layers * speed
     whole = np.clip(np.rint(fair), 1, layers).astype(np.int64)
+    ends = np.array([[table.embedding_s, table.head_s] for table in tables]) / microbatch_s[:, None, None]
+    ends = np.where(usable[:, None], ends, 0.0)
     rows, total = t.row[:, 0], np.array(space.num_devices)
     f, k = np.arange(len(counts))[:, None], np.arange(len(space.options))
     sync_s = (t.sync_s + t.optimizer_s)[_index(space, counts)[:, None], rows[None], 0, whole]
@@ -153,8 +167,8 @@ def build(space: Space) -> Construction:
         "recompute": [RECOMPUTE_MODES.index(o.recompute) / 2 for o in space.options],
         "efficiency": speed / devices.sum(1) / np.maximum(per_device[f, group[k, 0]], 1e-300),
         "group_speed": (per_device / per_device.max(1, keepdims=True))[f, group[k, 0]],
-        "embedding": np.array([table.embedding_s for table in tables]) / microbatch_s[:, None],
-        "head": np.array([table.head_s for table in tables]) / microbatch_s[:, None],
+        "embedding": ends[:, 0],
+        "head": ends[:, 1],
         "sync": sync_s / ideal_s[:, None],
         "group_size": total[group[:, 0]] / total.sum(),
     }
@@ -173,7 +187,7 @@ def build(space: Space) -> Construction:
     start[:, COLUMN["stop_now"]] = np.log((np.array(counts) - 1 + least) / np.array(counts))
     return Construction(
         m=np.array(counts, np.int64),
-        index=_index(space, counts),
+        space_index=_index(space, counts),
         group=group,
         devices=devices,
         units=np.take_along_axis(rooms[0].units, group, 1) * (devices > 0),
@@ -188,6 +202,9 @@ def build(space: Space) -> Construction:
         fixed=_clipped(fixed),
         start=_clipped(start),
         send=_sends(space, counts) / microbatch_s[:, None, None],
+        ends=ends,
+        blocking=float(t.blocking),
+        load_balance=bool(space.spec.load_balance),
         ideal_s=float(ideal_s.min()),
         num_layers=int(layers),
         max_stages=int(space.max_stages),
@@ -225,6 +242,8 @@ class Partial:
     left      idle devices of each group
     held      most layers that the chosen stages can hold, none of them the pipeline's first
     speed     of the chosen stages, summed, / ideal speed
+    fixed     of each of them, what it is busy for besides layers / ideal seconds of a micro-batch: head, blocking sends
+    delay     of the sends between them that block nobody, summed / the same
     """
 
     count: int
@@ -232,11 +251,13 @@ class Partial:
     left: tuple[int, ...]
     held: int
     speed: float
+    fixed: tuple[float, ...]
+    delay: float
 
 
 def begin(c: Construction) -> Partial:
     """Nothing chosen yet."""
-    return Partial(-1, (), tuple(int(n) for n in c.total), 0, 0.0)
+    return Partial(-1, (), tuple(int(n) for n in c.total), 0, 0.0, (), 0.0)
 
 
 def chosen(c: Construction, partial: Partial, action: int) -> Partial:
@@ -247,13 +268,111 @@ def chosen(c: Construction, partial: Partial, action: int) -> Partial:
     left = list(partial.left)
     for group, devices in zip(c.group[action], c.devices[action], strict=True):
         left[group] -= int(devices)
+    send = float(c.send[partial.count, action, partial.options[-1]]) if s > 1 else 0.0
     return replace(
         partial,
         options=(*partial.options, action),
         left=tuple(left),
+        fixed=_fixed(c, partial, action),
+        delay=partial.delay + (1.0 - c.blocking) * send,
         held=partial.held + int(c.most[partial.count, LAST if s == 1 else 0, s, action]),
         speed=partial.speed + float(c.speed[partial.count, action]),
     )
+
+
+def _fixed(c: Construction, partial: Partial, k: int) -> tuple[float, ...]:
+    """`Partial.fixed` once option k was chosen too."""
+    if not partial.options:
+        return (float(c.ends[partial.count, 1, k]),)
+    blocked = c.blocking * float(c.send[partial.count, k, partial.options[-1]])
+    return (*partial.fixed[:-1], partial.fixed[-1] + blocked, blocked)
+
+
+def _caps(c: Construction, partial: Partial, ends: bool) -> list[int]:
+    """Most layers of each stage; ends: the one chosen last is the pipeline's first stage."""
+    caps = []
+    for i, k in enumerate(partial.options):
+        position = (LAST if i == 0 else 0) | (FIRST if ends and i == len(partial.options) - 1 else 0)
+        caps.append(int(c.most[partial.count, position, i + 1, k]))
+    return caps
+
+
+class Ended(NamedTuple):
+    """A plan that ends with the stages chosen: layers from the pipeline's end (None: they do not fit), and features."""
+
+    layers: tuple[int, ...] | None
+    stop_now: float
+    slowest: float
+
+
+def ended(c: Construction, partial: Partial) -> Ended:
+    """What the balancer makes of a plan if the stage chosen last is the pipeline's first.
+
+    With M the slowest stage and R the round trip of one micro-batch, (m - 1) M + R over m ideal micro-batches.
+    """
+    f, m, layers, options = partial.count, int(c.m[partial.count]), c.num_layers, partial.options
+    fixed = (*partial.fixed[:-1], partial.fixed[-1] + float(c.ends[f, 0, options[-1]]))
+    each = [1.0 / (layers * float(c.speed[f, k])) for k in options]  # in ideal seconds of a micro-batch
+    caps = _caps(c, partial, ends=True)
+    placed = pipeline_fill(each, fixed, caps, layers, m) if c.load_balance else even_split(caps, layers)
+    if placed is None:
+        return Ended(None, MOST, MOST)
+    times = [n * one + more for n, one, more in zip(placed, each, fixed, strict=True)]
+    pipeline = ((m - 1) * max(times) + sum(times) + partial.delay) / m
+    return Ended(placed, math.log(pipeline), math.log(max(times)))
+
+
+def genome(space: Space, partial: Partial) -> Genome:
+    """The genome of a plan that is complete."""
+    from haap_rl.space.space import Genome
+
+    layers = ended(space.construction, partial).layers
+    if layers is None:
+        raise AssertionError("a legal plan cannot hold the layers")
+    count = space.num_microbatches[space.construction.space_index[partial.count]]
+    return Genome(count, tuple(reversed(partial.options)), tuple(reversed(layers)))
+
+
+def with_rest(c: Construction, partial: Partial, rest: float) -> float:
+    """`use_rest`: the same as `stop_now` if idle devices of that speed became one more stage, layers being divisible.
+
+    The level at which all layers are placed, each stage between one layer and its cap, after Bitran and Hax 1981:
+    again and again the stages beyond that bound which is broken by more layers are set to it.
+    """
+    f, m, layers, options = partial.count, int(c.m[partial.count]), c.num_layers, partial.options
+    fixed, caps = partial.fixed, _caps(c, partial, ends=False)
+    rest = rest if rest > NOTHING else 0.0
+    free, left, level = list(range(len(options))), float(layers), 0.0
+    while True:
+        rate = rest + sum(float(c.speed[f, options[i]]) for i in free)
+        if rate <= 0.0:  # every stage is at a bound
+            if left > NOTHING:
+                return MOST
+            break
+        work = left / layers + sum(fixed[i] * float(c.speed[f, options[i]]) for i in free)
+        level = work / rate
+        over = under = 0.0
+        for i in free:
+            n = (level - fixed[i]) * layers * float(c.speed[f, options[i]])
+            over, under = over + max(0.0, n - caps[i]), under + max(0.0, 1.0 - n)
+        if over <= NOTHING and under <= NOTHING:
+            break
+        kept = []
+        for i in free:
+            n = (level - fixed[i]) * layers * float(c.speed[f, options[i]])
+            if over > under and n > caps[i]:
+                left -= caps[i]
+            elif over <= under and n < 1.0:
+                left -= 1.0
+            else:
+                kept.append(i)
+        free = kept
+    slowest = trip = level if rest > 0.0 else 0.0
+    for i, k in enumerate(options):
+        speed = layers * float(c.speed[f, k])
+        time = min(max((level - fixed[i]) * speed, 1.0), float(max(caps[i], 1))) / speed + fixed[i]
+        slowest, trip = max(slowest, time), trip + time
+    return math.log(max(((m - 1) * slowest + trip + partial.delay) / m, 1e-9))
 
 
 def legal(c: Construction, partial: Partial) -> npt.NDArray[np.bool_]:
@@ -299,14 +418,15 @@ def features(c: Construction, partial: Partial) -> Observation:
     m, layers, n = int(c.m[f]), c.num_layers, len(c.step)
     x = np.zeros((n + 1, len(FEATURES)))
     own, fit = x[:-1], c.most[f, LAST if s == 1 else 0, s] if s <= c.max_stages else np.zeros(n)
-    after, rest = speed + c.speed[f], float(left @ c.per_device[f]) - (c.devices * c.per_device[f][c.group]).sum(1)
+    idle = float(left @ c.per_device[f])
+    after, rest = speed + c.speed[f], idle - (c.devices * c.per_device[f][c.group]).sum(1)
     group_left = left[c.group[:, 0]] - c.devices[:, 0]
     x[:, COLUMN["depth"]] = s / 16
     x[:, COLUMN["depth_over_m"]] = s / m
     x[:, COLUMN["speed_before"]] = x[-1, COLUMN["speed_after"]] = speed
     own[:, COLUMN["speed_after"]] = after
     own[:, COLUMN["speed_left"]] = rest
-    x[-1, COLUMN["speed_left"]] = left @ c.per_device[f]
+    x[-1, COLUMN["speed_left"]] = idle
     own[:, COLUMN["fit"]] = fit / layers
     own[:, COLUMN["fit_over_fair"]] = fit / np.maximum(layers * c.speed[f], 1e-9)
     x[:, COLUMN["held_before"]] = x[-1, COLUMN["held_after"]] = partial.held / layers
@@ -320,12 +440,21 @@ def features(c: Construction, partial: Partial) -> Observation:
         own[:, COLUMN["same_option"]] = np.arange(n) == previous
         own[:, COLUMN["same_group"]] = c.group[:, 0] == c.group[previous, 0]
         own[:, COLUMN["speed_ratio"]] = np.log(np.maximum(c.speed[f], 1e-9) / (speed / (s - 1)))
-    own[:, COLUMN["stop_now"]] = np.log((m - 1 + s) / (m * np.maximum(after, 1e-9)))
-    own[:, COLUMN["use_rest"]] = np.log((m + s) / (m * np.maximum(after + np.maximum(rest, 0.0), 1e-9)))
-    if speed > 0:
-        whole = speed + float(left @ c.per_device[f])
-        x[-1, COLUMN["stop_now"]] = math.log((m - 2 + s) / (m * speed))
-        x[-1, COLUMN["use_rest"]] = math.log((m - 1 + s) / (m * whole))
-    seen = _clipped(x) + c.fixed[f]
+    for k in np.flatnonzero(mask[:-1]).tolist():
+        taken = chosen(c, partial, k)
+        _, x[k, COLUMN["stop_now"]], x[k, COLUMN["slowest"]] = ended(c, taken)
+        x[k, COLUMN["use_rest"]] = with_rest(c, taken, float(rest[k]))
+        copies = c.max_stages - s
+        for group, devices in zip(c.group[k].tolist(), c.devices[k].tolist(), strict=True):
+            copies = min(copies, taken.left[group] // devices if devices else copies)
+        for _ in range(copies):
+            taken = chosen(c, taken, k)
+        used = float((c.devices[k] * c.per_device[f][c.group[k]]).sum())
+        x[k, COLUMN["repeat"]] = with_rest(c, taken, float(rest[k]) - copies * used)
+        x[k, COLUMN["copies"]] = copies / 16
+    if mask[-1]:
+        _, x[-1, COLUMN["stop_now"]], x[-1, COLUMN["slowest"]] = ended(c, partial)
+        x[-1, COLUMN["use_rest"]] = with_rest(c, partial, idle)
+    seen: Observation = _clipped(x) + c.fixed[f]
     seen[~mask] = 0.0
     return seen

@@ -36,6 +36,9 @@ class Tracker:
     def log(self, objective: Objective, values: Mapping[str, float]) -> None:
         """Figures of the searcher's own."""
 
+    def point(self, values: Mapping[str, float]) -> None:
+        """Figures of a round of `train_policy`."""
+
     def finish(self, problem: Problem, result: SearchResult) -> None:
         """What came out."""
 

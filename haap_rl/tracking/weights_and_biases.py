@@ -106,6 +106,9 @@ class WandbTracker(Tracker):
     def log(self, objective: Objective, values: Mapping[str, float]) -> None:
         self._log({**values, STEP: objective.evaluations})
 
+    def point(self, values: Mapping[str, float]) -> None:
+        self._log(values)
+
     def finish(self, problem: Problem, result: SearchResult) -> None:
         self._log(_search_figures(result.trace[-1], result.lower_bound_s))
         if self._follows:

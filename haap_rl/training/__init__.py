@@ -1,0 +1,1 @@
+"""How a policy is trained on many problems: the teacher's plans, cloning, then PPO."""

@@ -1,0 +1,529 @@
+"""Training a policy on many problems: cloning the teacher's plans, then PPO, watched on problems it never trains on.
+
+Work is done in rounds, each seeded by (seed, phase, round) alone, with a checkpoint after each: a training that was
+interrupted goes on with the next round and ends with the weights that it would have had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.vec_env import VecMonitor
+
+from haap_envs.batched import ConstructVecEnv
+from haap_envs.construct import num_candidates
+from haap_rl.problem.errors import InputError, positive_float, positive_int, share, yes_or_no
+from haap_rl.search.base import Objective, seeded_global_random
+from haap_rl.search.candidate_policy import CandidateNetwork, sample
+from haap_rl.search.ppo import Figures, model
+from haap_rl.search.proposals import Proposals
+from haap_rl.space import construction
+from haap_rl.space import construction_kernels as kernels
+from haap_rl.space.construction import FEATURES
+from haap_rl.training.teacher import Lesson
+
+CLONING, LOOKAHEAD, PPO = "cloning", "lookahead", "ppo"
+SAMPLES = 96  # evaluations per problem of the second figure of validation
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Hyper-parameters of `conf/train_policy.yaml`.
+
+    hidden              units of each layer of the network
+    masked, blank       ablations: whether illegal choices get no probability; features that are not looked at
+    cloning_rounds, cloning_steps   rounds, and gradient steps of each, of cloning
+    cloning_batch, cloning_rate     states per step, and Adam's first learning rate, which falls to nothing
+    forgiveness         an example whose plan is e^forgiveness times slower than the best of its instance counts 1/e
+    lookahead_rounds, lookahead_plans, lookahead_rate   rounds of trying every choice, plans drawn for each, as above
+    temperature         a choice is wanted 1/e as much if the plan that it leads to is e^temperature times slower
+    ppo_rounds, ppo_updates         rounds, and updates of each, of PPO; the first round trains the critic only
+    num_envs, num_steps, learning_rate, gae_lambda, num_epochs, batch_size, clip_range, entropy   of PPO
+    regret              gap to the teacher's plan from which on PPO's rewards count ratios of gaps rather than gaps
+    patience            rounds of PPO without a better validation, after which it ends
+    """
+
+    hidden: int = 64
+    masked: bool = True
+    blank: tuple[str, ...] = ()
+    cloning_rounds: int = 4
+    cloning_steps: int = 500
+    cloning_batch: int = 256
+    cloning_rate: float = 2e-3
+    forgiveness: float = 0.05
+    lookahead_rounds: int = 8
+    lookahead_plans: int = 400
+    lookahead_rate: float = 1e-3
+    temperature: float = 0.01
+    ppo_rounds: int = 12
+    ppo_updates: int = 10
+    num_envs: int = 64
+    num_steps: int = 32
+    learning_rate: float = 3e-4
+    gae_lambda: float = 0.95
+    num_epochs: int = 3
+    batch_size: int = 256
+    clip_range: float = 0.2
+    entropy: float = 0.003
+    regret: float = 0.02
+    patience: int = 4
+
+    def __post_init__(self) -> None:
+        where = "training"
+        for name in ("hidden", "cloning_rounds", "cloning_steps", "cloning_batch", "ppo_rounds", "ppo_updates",
+                     "num_envs", "num_steps", "num_epochs", "batch_size", "patience", "lookahead_rounds",
+                     "lookahead_plans"):  # fmt: skip
+            if not (name.endswith("_rounds") and getattr(self, name) == 0):  # a phase can be left out
+                positive_int(where, name, getattr(self, name))
+        for name in (
+            "cloning_rate",
+            "forgiveness",
+            "learning_rate",
+            "clip_range",
+            "regret",
+            "lookahead_rate",
+            "temperature",
+        ):
+            positive_float(where, name, getattr(self, name))
+        for name in ("gae_lambda", "entropy"):
+            share(where, name, getattr(self, name))
+        yes_or_no(where, "masked", self.masked)
+        object.__setattr__(self, "blank", tuple(self.blank))
+        for name in self.blank:
+            if name not in FEATURES[1:]:
+                raise InputError(f"{where}: blank: {name!r} is not a feature that can be left out; see FEATURES")
+
+    def network(self) -> CandidateNetwork:
+        """A new one."""
+        return CandidateNetwork(len(FEATURES), **self.network_settings())
+
+    def network_settings(self) -> dict[str, Any]:
+        """Its arguments besides the number of features."""
+        return {"hidden": self.hidden, "masked": self.masked, "blank": [FEATURES.index(name) for name in self.blank]}
+
+
+class Class(NamedTuple):
+    """Problems with their lessons."""
+
+    objectives: Sequence[Objective]
+    lessons: Sequence[Lesson]
+
+
+class Point(NamedTuple):
+    """What a policy was worth after a round. Gaps to the teacher's best plans, in %."""
+
+    phase: str
+    round: int
+    greedy_iqm_pct: float  # best of the most likely plans, one per number of micro-batches
+    sampled_iqm_pct: float  # best of about a hundred plans
+    greedy_worst_pct: float
+    loss: float
+    evaluations: int  # plans priced in training so far; the teacher's and validation's are not among them
+
+
+Told = Callable[[Point], None]
+
+
+class Decisions(NamedTuple):
+    """States with the choices that there were, and how good each was.
+
+    rows    (R, F) features of all choices, state after state
+    first   (N + 1,) where each state's begin
+    wanted  (R,) probability that a choice should have; those of a state add up to its weight
+    """
+
+    rows: torch.Tensor
+    first: torch.Tensor
+    wanted: torch.Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[tuple[construction.Observation, Floats]]) -> Decisions:
+        """From what was seen of each state's choices, and what is wanted of each."""
+        sizes = [len(wanted) for _, wanted in states]
+        return cls(
+            torch.from_numpy(np.concatenate([seen for seen, _ in states])),
+            torch.from_numpy(np.cumsum([0, *sizes])),
+            torch.from_numpy(np.concatenate([wanted for _, wanted in states])).float(),
+        )
+
+    def loss(self, network: CandidateNetwork, chosen: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of some states."""
+        sizes = self.first[chosen + 1] - self.first[chosen]
+        state = torch.repeat_interleave(torch.arange(len(chosen)), sizes)
+        begins = torch.cumsum(sizes, 0) - sizes
+        index = torch.arange(len(state)) - begins[state] + self.first[chosen][state]
+        logits, _ = network.of_rows(self.rows[index], state, len(chosen))
+        most = torch.full((len(chosen),), -torch.inf).scatter_reduce(0, state, logits.detach(), "amax")
+        total = torch.zeros(len(chosen)).index_add(0, state, torch.exp(logits - most[state]))
+        return -(self.wanted[index] * (logits - most[state] - torch.log(total)[state])).sum() / len(chosen)
+
+
+def taught_decisions(taught: Class, forgiveness: float) -> Decisions:
+    """Every choice in the teacher's plans, the best number of micro-batches among them."""
+    states = []
+    for objective, lesson in zip(taught.objectives, taught.lessons, strict=True):
+        c = objective.space.construction
+        best = min(lesson.examples, key=lambda example: example.iteration_s)
+        for example in lesson.examples:
+            weight = math.exp(-math.log(example.iteration_s / best.iteration_s) / forgiveness)
+            partial, count = construction.begin(c), c.m.tolist().index(example.num_microbatches)
+            if example is best:
+                states.append(_wanted(c, partial, count, 1.0))
+            partial = construction.chosen(c, partial, count)
+            for action in (*reversed(example.options), len(c.step)):
+                if not construction.legal(c, partial)[action]:
+                    raise AssertionError(f"{lesson.name}: the teacher's plan cannot be built")
+                states.append(_wanted(c, partial, action, weight))
+                if action < len(c.step):
+                    partial = construction.chosen(c, partial, action)
+    return Decisions.of(states)
+
+
+def _wanted(
+    c: construction.Construction, partial: construction.Partial, action: int, weight: float
+) -> tuple[construction.Observation, Floats]:
+    """One state of the teacher's: its legal choices, and the one taken."""
+    legal = np.flatnonzero(construction.legal(c, partial))
+    return construction.features(c, partial)[legal], weight * (legal == action)
+
+
+def lookahead(
+    taught: Class, network: CandidateNetwork, examples: Sequence[tuple[int, int]], temperature: float
+) -> Decisions:
+    """What the policy should have chosen on its own way, by trying every choice and completing the plan as it would.
+
+    One plan is drawn for each of `examples` (problem, number of micro-batches as a choice, -1: its own). At each of
+    its states every legal choice is followed by the policy's most likely ones, and the plan priced; a choice is wanted
+    by how fast that plan is: e^-1 times as much for one e^temperature times slower. Policy improvement by rollouts
+    (Bertsekas, Tsitsiklis, Wu 1997), as targets of a classifier (Lagoudakis, Parr 2003).
+    """
+    states = []
+    for problem, count in examples:
+        objective = taught.objectives[problem]
+        only = np.array([count])
+        (actions,), (seen,), _ = play(objective, network, only, np.zeros((1, 0), np.int64), drawn=True)
+        tried, at = [], []
+        for t, observation in enumerate(seen):
+            for choice in np.flatnonzero(observation[:, 0] > 0).tolist():
+                tried.append([*actions[:t], choice])
+                at.append(t)
+        forced = np.full((len(tried), len(actions)), -1, np.int64)
+        for row, choices in zip(forced, tried, strict=True):
+            row[: len(choices)] = choices
+        *_, rows = play(objective, network, np.full(len(tried), count), forced, drawn=False)
+        energy, at_ = objective.many(rows).energy, np.array(at)
+        for t, observation in enumerate(seen):
+            here = energy[at_ == t]
+            if len(here) > 1:
+                wanted = np.exp(-(here - here.min()) / temperature)
+                states.append((observation[observation[:, 0] > 0], wanted / wanted.sum()))
+    return Decisions.of(states)
+
+
+@torch.no_grad()
+def play(
+    objective: Objective,
+    network: CandidateNetwork,
+    counts: npt.NDArray[np.int64],
+    forced: npt.NDArray[np.int64],
+    drawn: bool,
+) -> tuple[list[list[int]], list[list[construction.Observation]], npt.NDArray[np.int64]]:
+    """Build plans, (n, T) `forced` choices first (-1: free), then drawn or most likely ones.
+
+    (choices, observations, rows) of each; observations only where plans are drawn.
+    """
+    space = objective.space
+    c, n = space.construction, len(counts)
+    partials = kernels.partials(n, c.max_stages, len(c.total))
+    view = np.zeros((n, max(len(c.step) + 1, len(c.m)), len(FEATURES)), np.float32)
+    built, building = np.zeros((n, 2 + 2 * c.max_stages), np.int64), np.arange(n)
+    taken: list[list[int]] = [[] for _ in range(n)]
+    seen: list[list[construction.Observation]] = [[] for _ in range(n)]
+    kernels.begin_many(c, partials, building, counts, view)
+    step = 0
+    while len(building):
+        actions = forced[building, step].copy() if step < forced.shape[1] else np.full(len(building), -1)
+        free = actions < 0
+        if free.any():
+            logits, _ = network(torch.from_numpy(view[building[free]]))
+            actions[free] = (sample(logits) if drawn else logits.argmax(1)).numpy()
+        if drawn:
+            for i, action in zip(building.tolist(), actions.tolist(), strict=True):
+                taken[i].append(action)
+                seen[i].append(view[i].copy())
+        ended, rows = kernels.step_many(c, partials, building, actions, view)
+        built[building[ended]] = rows[ended]
+        building, step = building[~ended], step + 1
+    return taken, seen, built
+
+
+@dataclass
+class Trainer:
+    """One training run. `network` is the best policy so far by validation, `points` what was measured.
+
+    checkpoint: where it is kept after every round; a file there is gone on from.
+    """
+
+    settings: Settings
+    seed: int
+    train: Class
+    validation: Class
+    checkpoint: Path
+    told: Told = lambda point: None
+    points: list[Point] = field(default_factory=list)
+
+    def run(self) -> CandidateNetwork:
+        """Train what is left; the best policy by validation."""
+        torch.manual_seed(self.seed)
+        self.now = self.settings.network()
+        self.optimizers: dict[str, dict[str, Any]] = {}
+        self.evaluations = 0
+        self._resume()
+        with seeded_global_random(np.random.default_rng(self.seed)):
+            self._clone()
+            self._look_ahead()
+            self._ppo()
+        return self.best_network()
+
+    def best_network(self) -> CandidateNetwork:
+        """The policy that was best by validation so far."""
+        best = self.settings.network()
+        best.load_state_dict(self.best)
+        return best.eval()
+
+    def done(self, phase: str) -> int:
+        """Rounds of a phase that are finished."""
+        return sum(point.phase == phase for point in self.points)
+
+    def _clone(self) -> None:
+        s = self.settings
+        if self.done(CLONING) >= s.cloning_rounds:
+            return
+        data = taught_decisions(self.train, s.forgiveness)
+        optimizer = torch.optim.Adam(self.now.parameters(), lr=s.cloning_rate)
+        self._restore(CLONING, optimizer)
+        for number in range(self.done(CLONING), s.cloning_rounds):
+            rate = s.cloning_rate * (1 - number / s.cloning_rounds)
+            loss = self._fit(optimizer, [data], rate, np.random.default_rng((self.seed, 0, number)))
+            self._end_round(CLONING, number, loss, optimizer)
+
+    def _look_ahead(self) -> None:
+        s = self.settings
+        if self.done(LOOKAHEAD) >= s.lookahead_rounds:
+            return
+        taught = [taught_decisions(self.train, s.forgiveness)] if s.cloning_rounds else []
+        examples = taught_examples(self.train, s.forgiveness)
+        optimizer = torch.optim.Adam(self.now.parameters(), lr=s.lookahead_rate)
+        self._restore(LOOKAHEAD, optimizer)
+        for number in range(self.done(LOOKAHEAD), s.lookahead_rounds):
+            rng = np.random.default_rng((self.seed, 1, number))
+            torch.manual_seed(int(rng.integers(2**31)))
+            before = self._priced()
+            chosen = rng.permutation(len(examples))[: s.lookahead_plans]
+            seen = lookahead(self.train, self.now, [examples[i] for i in chosen], s.temperature)
+            self.evaluations += self._priced() - before
+            rate = s.lookahead_rate * (1 - number / s.lookahead_rounds)
+            loss = self._fit(optimizer, [seen, *taught], rate, rng)
+            self._end_round(LOOKAHEAD, number, loss, optimizer)
+
+    def _fit(
+        self, optimizer: torch.optim.Optimizer, data: Sequence[Decisions], rate: float, rng: np.random.Generator
+    ) -> float:
+        """A round of gradient steps, on each of `data` in turn; the mean loss."""
+        s, losses = self.settings, 0.0
+        optimizer.param_groups[0]["lr"] = rate
+        for step in range(s.cloning_steps):
+            decisions = data[step % len(data)]
+            loss = decisions.loss(
+                self.now, torch.from_numpy(rng.integers(len(decisions.first) - 1, size=s.cloning_batch))
+            )
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.now.parameters(), 1.0)
+            optimizer.step()
+            losses += loss.item()
+        return losses / s.cloning_steps
+
+    def _ppo(self) -> None:
+        s = self.settings
+        if self.done(PPO) >= s.ppo_rounds or self._stale():
+            return
+        environments = Relative(self.train, s.num_envs, s.forgiveness, s.regret)
+        trained = model(
+            VecMonitor(environments),  # which sums the rewards
+            self.seed,
+            n_steps=s.num_steps,
+            learning_rate=s.learning_rate,
+            gamma=1.0,
+            gae_lambda=s.gae_lambda,
+            n_epochs=s.num_epochs,
+            batch_size=s.batch_size,
+            clip_range=s.clip_range,
+            ent_coef=s.entropy,
+            policy_kwargs=s.network_settings(),
+        )
+        network, optimizer = trained.policy.network, trained.policy.optimizer
+        network.load_state_dict(self.now.state_dict())  # type: ignore[union-attr]
+        self.now = network  # type: ignore[assignment]
+        self._restore(PPO, optimizer)
+        figures: dict[str, float] = {}
+        trained.set_logger(Logger(folder=None, output_formats=[Figures(figures.update)]))
+        length = s.ppo_updates * s.num_envs * s.num_steps
+        for number in range(self.done(PPO), s.ppo_rounds):
+            torch.manual_seed(self.seed * 1000 + number + 1)
+            for name, parameter in self.now.named_parameters():  # a critic that knows nothing would spoil the policy
+                parameter.requires_grad_(number > 0 or name.startswith(("seen", "value")))
+            environments.seed(int(np.random.default_rng((self.seed, 2, number)).integers(2**31)))
+            before = self._priced()
+            trained.learn(length)  # begins with fresh episodes
+            self.evaluations += self._priced() - before
+            self._end_round(PPO, number, -figures["rollout/ep_rew_mean"], optimizer)
+            if self._stale():
+                return
+
+    def _priced(self) -> int:
+        return sum(objective.evaluations for objective in self.train.objectives)
+
+    def _stale(self) -> bool:
+        """Whether PPO has not bettered the validation for `patience` rounds."""
+        rounds = [point for point in self.points if point.phase == PPO]
+        last = self.settings.patience
+        if len(rounds) <= last:
+            return False
+        better = min(map(score, self.points[: len(self.points) - last]))
+        return min(map(score, self.points[-last:])) >= better
+
+    def _end_round(self, phase: str, number: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+        greedy, sampled = validate(self.now, self.validation, self.seed)
+        point = Point(
+            phase, number, 100 * middle(greedy), 100 * middle(sampled), 100 * float(greedy.max()), loss,
+            self.evaluations,
+        )  # fmt: skip
+        if not self.points or score(point) < min(map(score, self.points)):
+            self.best = {name: value.clone() for name, value in self.now.state_dict().items()}
+        self.points.append(point)
+        self.optimizers = {phase: optimizer.state_dict()}
+        self._save()
+        self.told(point)
+
+    # -------------------------------------------------------------------------------------- checkpoints
+    def _identity(self) -> list[Any]:
+        """What a checkpoint belongs to."""
+        s = self.settings
+        return [
+            [str(value) for value in (s, self.seed, FEATURES)],
+            [[lesson.problem, lesson.best_s] for lesson in (*self.train.lessons, *self.validation.lessons)],
+        ]
+
+    def _save(self) -> None:
+        content = {
+            "identity": repr(self._identity()),
+            "points": [tuple(point) for point in self.points],
+            "now": self.now.state_dict(),
+            "best": self.best,
+            "optimizers": self.optimizers,
+        }
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(content, temporary)
+        temporary.replace(self.checkpoint)
+
+    def _resume(self) -> None:
+        if not self.checkpoint.is_file():
+            return
+        try:
+            content = torch.load(self.checkpoint, weights_only=True)
+            identity = content["identity"]
+        except Exception as error:  # whatever torch raises for a file that is none
+            raise InputError(
+                f"checkpoint {str(self.checkpoint)!r} cannot be read ({type(error).__name__}); remove it to train anew"
+            ) from None
+        if identity != repr(self._identity()):
+            raise InputError(
+                f"checkpoint {str(self.checkpoint)!r} is of another training (settings, seed, instances or estimator); "
+                "choose another out, or remove it to train anew"
+            )
+        self.points = [Point(*point) for point in content["points"]]
+        self.now.load_state_dict(content["now"])
+        self.best = content["best"]
+        self.optimizers = content["optimizers"]
+        self.evaluations = self.points[-1].evaluations
+
+    def _restore(self, phase: str, optimizer: torch.optim.Optimizer) -> None:
+        if phase in self.optimizers:
+            optimizer.load_state_dict(self.optimizers[phase])
+
+
+def taught_examples(taught: Class, forgiveness: float) -> list[tuple[int, int]]:
+    """(problem, number of micro-batches as a choice) of every example that counts; -1: the choice is the policy's."""
+    examples = []
+    for problem, (objective, lesson) in enumerate(zip(taught.objectives, taught.lessons, strict=True)):
+        counts = objective.space.construction.m.tolist()
+        examples.append((problem, -1))
+        for example in lesson.examples:
+            if math.log(example.iteration_s / lesson.best_s) <= 2 * forgiveness:
+                examples.append((problem, counts.index(example.num_microbatches)))
+    return examples
+
+
+class Relative(ConstructVecEnv):
+    """Construct-v0 on every example of the teacher, at its number of micro-batches, and on every problem without one.
+
+    Rewards are -log(1 + gap / regret), the gap being that to the teacher's plan: all problems are alike to the critic
+    then, and the last percent counts as much as the tenth.
+    """
+
+    def __init__(self, taught: Class, num_envs: int, forgiveness: float, regret: float) -> None:
+        self._examples, self._regret = taught_examples(taught, forgiveness), regret
+        self._best_s = []
+        for problem, count in self._examples:
+            lesson, counts = taught.lessons[problem], taught.objectives[problem].space.construction.m
+            of_count = [e.iteration_s for e in lesson.examples if count >= 0 and e.num_microbatches == counts[count]]
+            self._best_s.append(min(of_count, default=lesson.best_s))
+        objectives = [taught.objectives[problem] for problem, _ in self._examples]
+        super().__init__(objectives, num_envs, max(num_candidates(each) for each in taught.objectives))
+
+    def count_of(self, problem: int, options: Mapping[str, Any]) -> int | None:
+        count = self._examples[problem][1]
+        return None if count < 0 else int(self.objectives[problem].space.construction.m[count])
+
+    def reward(self, problem: int, energy: Floats) -> Floats:
+        gap = np.maximum(np.exp(energy) / self._best_s[problem] - 1.0, 0.0)
+        reward: Floats = -np.log1p(gap / self._regret)
+        return reward
+
+
+def score(point: Point) -> float:
+    """What validation chooses by; smaller is better."""
+    return point.greedy_iqm_pct + point.sampled_iqm_pct
+
+
+def middle(values: Floats) -> float:
+    """Interquartile mean."""
+    from scipy import stats
+
+    return float(stats.trim_mean(values, 0.25))
+
+
+def validate(network: CandidateNetwork, on: Class, seed: int) -> tuple[Floats, Floats]:
+    """Gaps to the teacher's best plans, as fractions: of the most likely plans, and of SAMPLES proposals."""
+    greedy, sampled = [], []
+    network.eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for objective, lesson in zip(on.objectives, on.lessons, strict=True):
+            proposals = Proposals(objective, network)
+            proposals.first()
+            greedy.append(proposals.best_s / lesson.best_s - 1)
+            proposals.more(SAMPLES - len(proposals.codes))
+            sampled.append(proposals.best_s / lesson.best_s - 1)
+    return np.array(greedy), np.array(sampled)
