@@ -73,7 +73,7 @@ class LegalMoves:
 def make(name: str) -> Searcher:
     """The searcher called `name` with the settings of its YAML file."""
     if name == LEGAL_MOVES:
-        return LegalMoves(preset("search", "ppo")["max_moves"])
+        return LegalMoves(preset("search", "ppo_partition")["max_moves"])
     settings = preset("search", name)
     return load_searcher(settings.pop("name"), settings)
 
@@ -125,7 +125,7 @@ def run_all(options: dict[str, Any], methods: Sequence[str], out: Path) -> tuple
             "model": problem.model.name,
             "cluster": problem.cluster.name,
             "evaluations": evaluations,
-            "settings": preset("search", "ppo" if name == LEGAL_MOVES else name),
+            "settings": preset("search", "ppo_partition" if name == LEGAL_MOVES else name),
             "space": preset("space", "default"),
             "estimator": fingerprint(),
         }

@@ -6,6 +6,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
+SLIGHTLY = 1e-9  # relative: the rounding of sums
+
 
 def water_fill(
     seconds_per_layer: Sequence[float], fixed_s: Sequence[float], caps: Sequence[int], num_layers: int
@@ -74,7 +76,7 @@ def pipeline_fill(
     least_s = sum(n * each + fixed for n, each, fixed in zip(free, seconds_per_layer, fixed_s, strict=True))
     while True:
         found = filled(most)
-        if pipeline_s(found) < best_s:
+        if pipeline_s(found) < best_s * (1.0 - SLIGHTLY):
             best, best_s = found, pipeline_s(found)
         more = [(most[i] + 1) * seconds_per_layer[i] + fixed_s[i] if most[i] < caps[i] else math.inf for i in range(p)]
         i = more.index(min(more))

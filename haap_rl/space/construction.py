@@ -69,8 +69,8 @@ FEATURES = (
     "same_option",  # as the stage behind
     "same_group",
     "speed_ratio",  # log(speed / mean speed of the chosen stages)
-    # the load balancer's, as times of a pipeline without gradient sync over those of an ideal one, log
-    "stop_now",  # if the plan ended with this stage; 4 where it cannot
+    # the load balancer's, as times of a pipeline over those of an ideal one, log
+    "stop_now",  # if the plan ended with this stage, with its gradient sync; 4 where it cannot
     "slowest",  # of that, the slowest stage alone
     "use_rest",  # if the idle devices became one more stage, at their best
     "repeat",  # if more stages like this one took what it can of them first
@@ -97,6 +97,7 @@ class Construction(NamedTuple):
     start       (F, len(FEATURES)) features of each number of micro-batches
     send        (F, K, K) sends both ways between two options / ideal seconds of a micro-batch
     ends        (F, 2, K) seconds of embedding and head / the same
+    tail        (F, K) gradient sync and optimiser step of a layer / ideal seconds of an iteration
     blocking    share of a send that keeps both stages busy
     load_balance   `SpaceSpec.load_balance`
     ideal_s     seconds of an iteration without any loss, at the best number of micro-batches
@@ -119,6 +120,7 @@ class Construction(NamedTuple):
     start: Observation
     send: Floats
     ends: Floats
+    tail: Floats
     blocking: float
     load_balance: bool
     ideal_s: float
@@ -203,6 +205,7 @@ def build(space: Space) -> Construction:
         start=_clipped(start),
         send=_sends(space, counts) / microbatch_s[:, None, None],
         ends=ends,
+        tail=np.where(usable, sync_s / whole / ideal_s[:, None], 0.0),
         blocking=float(t.blocking),
         load_balance=bool(space.spec.load_balance),
         ideal_s=float(ideal_s.min()),
@@ -308,7 +311,8 @@ class Ended(NamedTuple):
 def ended(c: Construction, partial: Partial) -> Ended:
     """What the balancer makes of a plan if the stage chosen last is the pipeline's first.
 
-    With M the slowest stage and R the round trip of one micro-batch, (m - 1) M + R over m ideal micro-batches.
+    With M the slowest stage, R the round trip of one micro-batch, G the first stage's tail: ((m - 1) M + R + G) over m
+    ideal micro-batches.
     """
     f, m, layers, options = partial.count, int(c.m[partial.count]), c.num_layers, partial.options
     fixed = (*partial.fixed[:-1], partial.fixed[-1] + float(c.ends[f, 0, options[-1]]))
@@ -318,7 +322,7 @@ def ended(c: Construction, partial: Partial) -> Ended:
     if placed is None:
         return Ended(None, MOST, MOST)
     times = [n * one + more for n, one, more in zip(placed, each, fixed, strict=True)]
-    pipeline = ((m - 1) * max(times) + sum(times) + partial.delay) / m
+    pipeline = ((m - 1) * max(times) + sum(times) + partial.delay) / m + placed[-1] * float(c.tail[f, options[-1]])
     return Ended(placed, math.log(pipeline), math.log(max(times)))
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from haap_rl.cost.compiling import jit
 from haap_rl.cost.estimator import FIRST, LAST
 from haap_rl.space import construction
+from haap_rl.space.balance import SLIGHTLY
 from haap_rl.space.construction import COLUMN, FEATURES, MOST, NOTHING
 from haap_rl.space.kernels import water_fill
 
@@ -172,7 +173,7 @@ def pipeline_fill(b, p, num_layers, m):
     while True:
         fastest_first(b, p, num_layers, b.most, b.trial)
         found_s = pipeline_s(b, p, m, b.trial)
-        if found_s < best_s:
+        if found_s < best_s * (1.0 - SLIGHTLY):
             best_s = found_s
             for i in range(p):
                 b.layers[i] = b.trial[i]
@@ -209,7 +210,7 @@ def ended(c, b, x, p, delay):
         return MOST
     total = pipeline_s(b, p, m, b.layers)
     b.next_s[0] = math.log(b.next_s[0])
-    return math.log((total + delay) / m)
+    return math.log((total + delay) / m + b.layers[p - 1] * c.tail[f, k])
 
 
 @jit

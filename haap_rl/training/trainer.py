@@ -31,6 +31,7 @@ from haap_rl.space.construction import FEATURES
 from haap_rl.training.teacher import Lesson
 
 CLONING, LOOKAHEAD, PPO = "cloning", "lookahead", "ppo"
+LEAST = 1e-3  # probability that a choice is thought to have at least, or it could never be learnt
 SAMPLES = 96  # evaluations per problem of the second figure of validation
 Floats = npt.NDArray[np.float64]
 
@@ -172,28 +173,18 @@ def taught_decisions(taught: Class, forgiveness: float) -> Decisions:
     states = []
     for objective, lesson in zip(taught.objectives, taught.lessons, strict=True):
         c = objective.space.construction
-        best = min(lesson.examples, key=lambda example: example.iteration_s)
+        counts = c.m.tolist()
         for example in lesson.examples:
-            weight = math.exp(-math.log(example.iteration_s / best.iteration_s) / forgiveness)
-            partial, count = construction.begin(c), c.m.tolist().index(example.num_microbatches)
-            if example is best:
-                states.append(_wanted(c, partial, count, 1.0))
-            partial = construction.chosen(c, partial, count)
-            for action in (*reversed(example.options), len(c.step)):
-                if not construction.legal(c, partial)[action]:
+            best = example.iteration_s == lesson.best_s
+            plan = [counts.index(example.num_microbatches), *reversed(example.options), len(c.step)]
+            _, (seen,), _ = play(objective, None, np.array([-1]), np.array([plan]), watched=True)
+            weight = math.exp(-math.log(example.iteration_s / lesson.best_s) / forgiveness)
+            for observation, action in list(zip(seen, plan, strict=True))[0 if best else 1 :]:
+                legal = np.flatnonzero(observation[:, 0] > 0)
+                if action not in legal:
                     raise AssertionError(f"{lesson.name}: the teacher's plan cannot be built")
-                states.append(_wanted(c, partial, action, weight))
-                if action < len(c.step):
-                    partial = construction.chosen(c, partial, action)
+                states.append((observation[legal], weight * (legal == action)))
     return Decisions.of(states)
-
-
-def _wanted(
-    c: construction.Construction, partial: construction.Partial, action: int, weight: float
-) -> tuple[construction.Observation, Floats]:
-    """One state of the teacher's: its legal choices, and the one taken."""
-    legal = np.flatnonzero(construction.legal(c, partial))
-    return construction.features(c, partial)[legal], weight * (legal == action)
 
 
 def lookahead(
@@ -202,15 +193,16 @@ def lookahead(
     """What the policy should have chosen on its own way, by trying every choice and completing the plan as it would.
 
     One plan is drawn for each of `examples` (problem, number of micro-batches as a choice, -1: its own). At each of
-    its states every legal choice is followed by the policy's most likely ones, and the plan priced; a choice is wanted
-    by how fast that plan is: e^-1 times as much for one e^temperature times slower. Policy improvement by rollouts
-    (Bertsekas, Tsitsiklis, Wu 1997), as targets of a classifier (Lagoudakis, Parr 2003).
+    its states every legal choice is followed by the policy's most likely ones, and the plan priced. A choice is wanted
+    as likely as it is now times e^-1 for every e^temperature that its plan is slower. Policy improvement by rollouts
+    (Bertsekas, Tsitsiklis, Wu 1997), as targets of a classifier (Lagoudakis, Parr 2003) kept near the policy (Peters,
+    Muelling, Altun 2010).
     """
     states = []
     for problem, count in examples:
         objective = taught.objectives[problem]
         only = np.array([count])
-        (actions,), (seen,), _ = play(objective, network, only, np.zeros((1, 0), np.int64), drawn=True)
+        (actions,), (seen,), _ = play(objective, network, only, np.zeros((1, 0), np.int64), watched=True)
         tried, at = [], []
         for t, observation in enumerate(seen):
             for choice in np.flatnonzero(observation[:, 0] > 0).tolist():
@@ -219,27 +211,29 @@ def lookahead(
         forced = np.full((len(tried), len(actions)), -1, np.int64)
         for row, choices in zip(forced, tried, strict=True):
             row[: len(choices)] = choices
-        *_, rows = play(objective, network, np.full(len(tried), count), forced, drawn=False)
+        *_, rows = play(objective, network, np.full(len(tried), count), forced, watched=False)
         energy, at_ = objective.many(rows).energy, np.array(at)
+        with torch.no_grad():
+            likely = torch.softmax(network(torch.from_numpy(np.stack(seen)))[0], 1).numpy()
         for t, observation in enumerate(seen):
-            here = energy[at_ == t]
+            here, legal = energy[at_ == t], observation[:, 0] > 0
             if len(here) > 1:
-                wanted = np.exp(-(here - here.min()) / temperature)
-                states.append((observation[observation[:, 0] > 0], wanted / wanted.sum()))
+                wanted = np.maximum(likely[t, legal], LEAST) * np.exp(-(here - here.min()) / temperature)
+                states.append((observation[legal], wanted / wanted.sum()))
     return Decisions.of(states)
 
 
 @torch.no_grad()
 def play(
     objective: Objective,
-    network: CandidateNetwork,
+    network: CandidateNetwork | None,
     counts: npt.NDArray[np.int64],
     forced: npt.NDArray[np.int64],
-    drawn: bool,
+    watched: bool,
 ) -> tuple[list[list[int]], list[list[construction.Observation]], npt.NDArray[np.int64]]:
-    """Build plans, (n, T) `forced` choices first (-1: free), then drawn or most likely ones.
+    """Build plans, (n, T) `forced` choices first (-1: free), then the network's; (choices, observations, rows) of each.
 
-    (choices, observations, rows) of each; observations only where plans are drawn.
+    watched: choices and observations are kept, and free choices drawn from the policy; else they are its likeliest.
     """
     space = objective.space
     c, n = space.construction, len(counts)
@@ -253,10 +247,10 @@ def play(
     while len(building):
         actions = forced[building, step].copy() if step < forced.shape[1] else np.full(len(building), -1)
         free = actions < 0
-        if free.any():
+        if free.any() and network is not None:
             logits, _ = network(torch.from_numpy(view[building[free]]))
-            actions[free] = (sample(logits) if drawn else logits.argmax(1)).numpy()
-        if drawn:
+            actions[free] = (sample(logits) if watched else logits.argmax(1)).numpy()
+        if watched:
             for i, action in zip(building.tolist(), actions.tolist(), strict=True):
                 taken[i].append(action)
                 seen[i].append(view[i].copy())

@@ -170,6 +170,7 @@ def test_stop_now_is_the_pipeline_that_the_balancer_gives():
     sends_s = float(c.send[0, 0, 1]) * microbatch_s
     busy = [seconds + c.blocking * sends_s for seconds in busy]
     expected = (7 * max(busy) + sum(busy) + (1 - c.blocking) * sends_s) / (8 * microbatch_s)
+    expected += genome.layers[0] * float(c.tail[0, 0])
     stop = construction.features(c, partial)[-1]
     assert stop[COLUMN["stop_now"]] == pytest.approx(np.log(expected), abs=1e-6)
     assert stop[COLUMN["slowest"]] == pytest.approx(np.log(max(busy) / microbatch_s), abs=1e-6)
