@@ -145,6 +145,7 @@ def train_one(run: Run, log: Any = None) -> list[Point]:
 
 def facts(run: Run, points: Sequence[Point]) -> dict[str, Any]:
     """How a policy was trained, as plain JSON data, for its file."""
+    from haap_rl.space.options import SpaceSpec
     from haap_rl.training.trainer import score
 
     best = min(points, key=score)
@@ -152,6 +153,7 @@ def facts(run: Run, points: Sequence[Point]) -> dict[str, Any]:
         "command": "python -m haap_rl.train_policy",
         "seed": run.seed,
         "settings": asdict(run.settings),
+        "space": {name: value for name, value in asdict(run.spec).items() if value != getattr(SpaceSpec(), name)},
         "training_instances": len(run.train.instances),
         "validation_instances": len(run.validation.instances),
         "teacher_examples": sum(len(lesson.examples) for lesson in run.train.lessons),

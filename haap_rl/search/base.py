@@ -473,7 +473,7 @@ def _first_calls() -> None:
     from haap_rl.cost.kernels import scratch
     from haap_rl.problem.presets import load_problem
     from haap_rl.search import relief_kernels
-    from haap_rl.space import kernels, move_feature_kernels, move_features, moves
+    from haap_rl.space import construction, construction_kernels, kernels, move_feature_kernels, move_features, moves
 
     spec = SpaceSpec(num_microbatches=(16, 32), max_stages=2, max_tp=1, group_sizes=(4,), recompute=("full",))
     objective, rng = Objective(load_problem("gpt3_350m", "v100x4_t4x4"), space=spec), np.random.default_rng(0)
@@ -492,6 +492,11 @@ def _first_calls() -> None:
     features = np.empty((2, len(edits) + 1, len(move_features.FEATURES)), np.float32)
     move_feature_kernels.observe(tables, nb, scratch(tables), codes, edits, ones, ones, features)
     numbers, legal = np.zeros(2, np.int64), np.empty(2, np.bool_)
+    c, only = space.construction, np.zeros(1, np.int64)
+    partials = construction_kernels.partials(1, c.max_stages, len(c.total))
+    seen = np.empty((1, max(len(c.step) + 1, len(c.m)), len(construction.FEATURES)), np.float32)
+    construction_kernels.begin_many(c, partials, only, only, seen)
+    construction_kernels.step_many(c, partials, only, seen[:, :, 0].argmax(1), seen)
     move_feature_kernels.apply_each(nb, codes, edits, numbers, np.empty_like(codes), legal)
 
 

@@ -20,7 +20,7 @@ from haap_rl.space.space import Codes
 
 Ints = npt.NDArray[np.int64]
 SPREAD = 0.03  # a number of micro-batches at which the best plan is e^0.03 times slower is drawn 1/e times as often
-DRAWN = 600  # episodes between two batches of evaluations
+DRAWN = 1000  # episodes between two batches of evaluations
 BATCH = 90  # evaluations of a batch: with one for each number of micro-batches about a hundred in the first round
 HOTTER = 1.25  # the temperature rises by, when a draw gives too few new plans
 HOTTEST = 8.0

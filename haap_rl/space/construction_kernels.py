@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from haap_rl.cost.compiling import jit
+from haap_rl.cost.compiling import jit, jit_inlined
 from haap_rl.cost.estimator import FIRST, LAST
 from haap_rl.space import construction
 from haap_rl.space.balance import SLIGHTLY
@@ -52,6 +52,7 @@ class Partials(NamedTuple):
     next_s: Floats
     layers: Ints
     bounded: Ints
+    rate: Floats
     order: Ints
     most: Ints
     trial: Ints
@@ -76,6 +77,7 @@ def partials(n: int, max_stages: int, groups: int) -> Partials:
         np.zeros(max(2, max_stages)),
         np.zeros(max_stages, np.int64),
         np.zeros(max_stages, np.int64),
+        np.zeros(max_stages),
         np.zeros(max_stages, np.int64),
         np.zeros(max_stages, np.int64),
         np.zeros(max_stages, np.int64),
@@ -110,7 +112,7 @@ def choose(c, b, x, action):
     b.speed[x] += c.speed[f, action]
 
 
-@jit
+@jit_inlined
 def attach(c, b, x, k):
     """Put option k behind the chosen stages of plan x, which are not counted up yet; the delays then."""
     f, s = b.which[x], b.stages[x] + 1
@@ -124,7 +126,7 @@ def attach(c, b, x, k):
     return b.delay[x] + (1.0 - c.blocking) * send
 
 
-@jit
+@jit_inlined
 def pipeline_s(b, p, m, layers):
     """(m - 1) M + S of p stages with these layers; M is left in `b.next_s[0]`, S in `b.next_s[1]`."""
     slowest = total = 0.0
@@ -135,7 +137,7 @@ def pipeline_s(b, p, m, layers):
     return (m - 1) * slowest + total
 
 
-@jit
+@jit_inlined
 def fastest_first(b, p, num_layers, most, layers):
     """Fill `layers`: the fastest stages, in `b.order`, up to `most`, one layer at least on each."""
     left = num_layers - p
@@ -148,7 +150,7 @@ def fastest_first(b, p, num_layers, most, layers):
         left -= more
 
 
-@jit
+@jit_inlined
 def pipeline_fill(b, p, num_layers, m):
     """`balance.pipeline_fill` of p stages of `b.each`, `b.busy` and `b.caps` into `b.layers`; False if it fails."""
     if not water_fill(b.each, b.busy, b.caps, p, num_layers, b.next_s, b.layers):
@@ -188,23 +190,31 @@ def pipeline_fill(b, p, num_layers, m):
         b.most[first] += 1
 
 
-@jit
-def ended(c, b, x, p, delay):
-    """`construction.ended` of the first p stages of plan x: stop_now; `b.layers`, and slowest in `b.next_s[0]`."""
-    f, layers = b.which[x], c.num_layers
-    m, k = c.m[f], b.options[x, p - 1]
+@jit_inlined
+def set_stage(c, b, f, i, k):
+    """Put option k's speed and cap (as no first stage of a pipeline) at place i of the working memory."""
+    b.rate[i] = c.num_layers * c.speed[f, k]
+    b.each[i] = 1.0 / b.rate[i]
+    b.caps[i] = c.most[f, LAST if i == 0 else 0, i + 1, k]
+
+
+@jit_inlined
+def ended(c, b, x, p, k, delay):
+    """`construction.ended` of p stages, set before, the first of which has option k: stop_now.
+
+    Layers are left in `b.layers`, `slowest` in `b.next_s[0]`.
+    """
+    f, layers, inner = b.which[x], c.num_layers, b.caps[p - 1]
+    m = c.m[f]
     for i in range(p):
-        b.each[i] = 1.0 / (layers * c.speed[f, b.options[x, i]])
         b.busy[i] = b.fixed[x, i]
-        position = LAST if i == 0 else 0
-        if i == p - 1:
-            position |= FIRST
-        b.caps[i] = c.most[f, position, i + 1, b.options[x, i]]
+    b.caps[p - 1] = c.most[f, FIRST | (LAST if p == 1 else 0), p, k]
     b.busy[p - 1] += c.ends[f, 0, k]
     if c.load_balance:
         placed = pipeline_fill(b, p, layers, m)
     else:
         placed = water_fill(b.ones, b.zeros, b.caps, p, layers, b.next_s, b.layers)
+    b.caps[p - 1] = inner
     if not placed:
         b.next_s[0] = MOST
         return MOST
@@ -213,23 +223,21 @@ def ended(c, b, x, p, delay):
     return math.log((total + delay) / m + b.layers[p - 1] * c.tail[f, k])
 
 
-@jit
+@jit_inlined
 def with_rest(c, b, x, p, delay, rest):
-    """`construction.with_rest` of the first p stages of plan x."""
-    f, layers = b.which[x], c.num_layers
-    m, left, level = c.m[f], float(layers), 0.0
+    """`construction.with_rest` of p stages, set before."""
+    m, left, level = c.m[b.which[x]], 1.0, 0.0  # layers in shares of all
     if rest <= NOTHING:
         rest = 0.0
     for i in range(p):
         b.bounded[i] = 0
-        b.caps[i] = c.most[f, LAST if i == 0 else 0, i + 1, b.options[x, i]]
+    layers = float(c.num_layers)
     while True:
-        rate, work = rest, left / layers
+        rate, work = rest * layers, left * layers
         for i in range(p):
             if not b.bounded[i]:
-                own = c.speed[f, b.options[x, i]]
-                rate += own
-                work += b.fixed[x, i] * own
+                rate += b.rate[i]
+                work += b.fixed[x, i] * b.rate[i]
         if rate <= 0.0:
             if left > NOTHING:
                 return MOST
@@ -238,29 +246,32 @@ def with_rest(c, b, x, p, delay, rest):
         over = under = 0.0
         for i in range(p):
             if not b.bounded[i]:
-                n = (level - b.fixed[x, i]) * layers * c.speed[f, b.options[x, i]]
-                over, under = over + max(0.0, n - b.caps[i]), under + max(0.0, 1.0 - n)
+                n = (level - b.fixed[x, i]) * b.rate[i]
+                if n > b.caps[i]:
+                    over += n - b.caps[i]
+                if n < 1.0:
+                    under += 1.0 - n
         if over <= NOTHING and under <= NOTHING:
             break
         for i in range(p):
             if not b.bounded[i]:
-                n = (level - b.fixed[x, i]) * layers * c.speed[f, b.options[x, i]]
+                n = (level - b.fixed[x, i]) * b.rate[i]
                 if over > under and n > b.caps[i]:
-                    left -= b.caps[i]
+                    left -= b.caps[i] / layers
                     b.bounded[i] = 1
                 elif over <= under and n < 1.0:
-                    left -= 1.0
+                    left -= 1.0 / layers
                     b.bounded[i] = 1
     slowest = level if rest > 0.0 else 0.0
     trip = slowest
     for i in range(p):
-        own = layers * c.speed[f, b.options[x, i]]
-        time = min(max((level - b.fixed[x, i]) * own, 1.0), float(max(b.caps[i], 1))) / own + b.fixed[x, i]
+        n = min(max((level - b.fixed[x, i]) * b.rate[i], 1.0), float(max(b.caps[i], 1)))
+        time = n * b.each[i] + b.fixed[x, i]
         slowest, trip = max(slowest, time), trip + time
     return math.log(max(((m - 1) * slowest + trip + delay) / m, 1e-9))
 
 
-@jit
+@jit_inlined
 def clipped(value):
     """A feature within its bounds."""
     return min(max(value, -MOST), MOST)
@@ -284,6 +295,8 @@ def observe(c, b, x, out):
     for g in range(len(c.total)):
         idle += left[g] * c.per_device[f, g]
     previous = b.options[x, s - 2] if s > 1 else -1
+    for i in range(s - 1):
+        set_stage(c, b, f, i, b.options[x, i])
     if s > 1:
         last = LAST if s == 2 else 0
         inner, front = c.most[f, last, s - 1, previous], c.most[f, last | FIRST, s - 1, previous]
@@ -295,7 +308,7 @@ def observe(c, b, x, out):
             row[SPEED_BEFORE] = row[SPEED_AFTER] = clipped(speed)
             row[SPEED_LEFT] = clipped(idle)
             row[HELD_BEFORE] = row[HELD_AFTER] = clipped(held / layers)
-            row[STOP_NOW] = clipped(ended(c, b, x, s - 1, b.delay[x]))
+            row[STOP_NOW] = clipped(ended(c, b, x, s - 1, previous, b.delay[x]))
             row[SLOWEST] = clipped(b.next_s[0])
             row[USE_REST] = clipped(with_rest(c, b, x, s - 1, b.delay[x], idle))
         if inner <= 0:
@@ -336,7 +349,8 @@ def observe(c, b, x, out):
             row[SPEED_RATIO] = clipped(math.log(max(own, 1e-9) / mean))
         behind = b.fixed[x, s - 2] if s > 1 else 0.0
         delay = attach(c, b, x, k)
-        row[STOP_NOW] = clipped(ended(c, b, x, s, delay))
+        set_stage(c, b, f, s - 1, k)
+        row[STOP_NOW] = clipped(ended(c, b, x, s, k, delay))
         row[SLOWEST] = clipped(b.next_s[0])
         row[USE_REST] = clipped(with_rest(c, b, x, s, delay, rest))
         copies = min(c.max_stages - s, group_left // devices)
@@ -344,7 +358,7 @@ def observe(c, b, x, out):
             copies = min(copies, (left[h] - c.devices[k, 1]) // c.devices[k, 1])
         send = c.send[f, k, k]
         for i in range(s, s + copies):
-            b.options[x, i] = k
+            set_stage(c, b, f, i, k)
             b.fixed[x, i - 1] += c.blocking * send
             b.fixed[x, i] = c.blocking * send
             delay += (1.0 - c.blocking) * send
@@ -368,7 +382,9 @@ def _step(c, b, members, actions, rows, observations, done):
         for z in range(len(row)):
             row[z] = 0
         row[0], row[1] = c.space_index[b.which[x]], p
-        ended(c, b, x, p, b.delay[x])
+        for i in range(p):
+            set_stage(c, b, b.which[x], i, b.options[x, i])
+        ended(c, b, x, p, b.options[x, p - 1], b.delay[x])
         for i in range(p):
             row[2 + i] = b.options[x, p - 1 - i]
             row[2 + c.max_stages + i] = b.layers[p - 1 - i]

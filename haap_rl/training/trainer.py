@@ -22,7 +22,7 @@ from haap_envs.batched import ConstructVecEnv
 from haap_envs.construct import num_candidates
 from haap_rl.problem.errors import InputError, positive_float, positive_int, share, yes_or_no
 from haap_rl.search.base import Objective, seeded_global_random
-from haap_rl.search.candidate_policy import CandidateNetwork, sample
+from haap_rl.search.candidate_policy import CandidateNetwork
 from haap_rl.search.ppo import Figures, model
 from haap_rl.search.proposals import Proposals
 from haap_rl.space import construction
@@ -30,8 +30,7 @@ from haap_rl.space import construction_kernels as kernels
 from haap_rl.space.construction import FEATURES
 from haap_rl.training.teacher import Lesson
 
-CLONING, LOOKAHEAD, PPO = "cloning", "lookahead", "ppo"
-LEAST = 1e-3  # probability that a choice is thought to have at least, or it could never be learnt
+CLONING, PPO = "cloning", "ppo"
 SAMPLES = 96  # evaluations per problem of the second figure of validation
 Floats = npt.NDArray[np.float64]
 
@@ -45,44 +44,37 @@ class Settings:
     cloning_rounds, cloning_steps   rounds, and gradient steps of each, of cloning
     cloning_batch, cloning_rate     states per step, and Adam's first learning rate, which falls to nothing
     forgiveness         an example whose plan is e^forgiveness times slower than the best of its instance counts 1/e
-    lookahead_rounds, lookahead_plans, lookahead_rate   rounds of trying every choice, plans drawn for each, as above
-    temperature         a choice is wanted 1/e as much if the plan that it leads to is e^temperature times slower
     ppo_rounds, ppo_updates         rounds, and updates of each, of PPO; the first round trains the critic only
     num_envs, num_steps, learning_rate, gae_lambda, num_epochs, batch_size, clip_range, entropy   of PPO
     regret              gap to the teacher's plan from which on PPO's rewards count ratios of gaps rather than gaps
     patience            rounds of PPO without a better validation, after which it ends
     """
 
-    hidden: int = 64
+    hidden: int = 96
     masked: bool = True
     blank: tuple[str, ...] = ()
-    cloning_rounds: int = 4
+    cloning_rounds: int = 6
     cloning_steps: int = 500
     cloning_batch: int = 256
     cloning_rate: float = 2e-3
     forgiveness: float = 0.05
-    lookahead_rounds: int = 8
-    lookahead_plans: int = 400
-    lookahead_rate: float = 1e-3
-    temperature: float = 0.01
-    ppo_rounds: int = 12
-    ppo_updates: int = 10
+    ppo_rounds: int = 5
+    ppo_updates: int = 6
     num_envs: int = 64
-    num_steps: int = 32
-    learning_rate: float = 3e-4
+    num_steps: int = 24
+    learning_rate: float = 1e-4
     gae_lambda: float = 0.95
     num_epochs: int = 3
     batch_size: int = 256
     clip_range: float = 0.2
-    entropy: float = 0.003
+    entropy: float = 0.001
     regret: float = 0.02
     patience: int = 4
 
     def __post_init__(self) -> None:
         where = "training"
         for name in ("hidden", "cloning_rounds", "cloning_steps", "cloning_batch", "ppo_rounds", "ppo_updates",
-                     "num_envs", "num_steps", "num_epochs", "batch_size", "patience", "lookahead_rounds",
-                     "lookahead_plans"):  # fmt: skip
+                     "num_envs", "num_steps", "num_epochs", "batch_size", "patience"):  # fmt: skip
             if not (name.endswith("_rounds") and getattr(self, name) == 0):  # a phase can be left out
                 positive_int(where, name, getattr(self, name))
         for name in (
@@ -91,8 +83,6 @@ class Settings:
             "learning_rate",
             "clip_range",
             "regret",
-            "lookahead_rate",
-            "temperature",
         ):
             positive_float(where, name, getattr(self, name))
         for name in ("gae_lambda", "entropy"):
@@ -177,87 +167,27 @@ def taught_decisions(taught: Class, forgiveness: float) -> Decisions:
         for example in lesson.examples:
             best = example.iteration_s == lesson.best_s
             plan = [counts.index(example.num_microbatches), *reversed(example.options), len(c.step)]
-            _, (seen,), _ = play(objective, None, np.array([-1]), np.array([plan]), watched=True)
+            seen = watched(objective, plan)
             weight = math.exp(-math.log(example.iteration_s / lesson.best_s) / forgiveness)
             for observation, action in list(zip(seen, plan, strict=True))[0 if best else 1 :]:
                 legal = np.flatnonzero(observation[:, 0] > 0)
-                if action not in legal:
-                    raise AssertionError(f"{lesson.name}: the teacher's plan cannot be built")
                 states.append((observation[legal], weight * (legal == action)))
     return Decisions.of(states)
 
 
-def lookahead(
-    taught: Class, network: CandidateNetwork, examples: Sequence[tuple[int, int]], temperature: float
-) -> Decisions:
-    """What the policy should have chosen on its own way, by trying every choice and completing the plan as it would.
-
-    One plan is drawn for each of `examples` (problem, number of micro-batches as a choice, -1: its own). At each of
-    its states every legal choice is followed by the policy's most likely ones, and the plan priced. A choice is wanted
-    as likely as it is now times e^-1 for every e^temperature that its plan is slower. Policy improvement by rollouts
-    (Bertsekas, Tsitsiklis, Wu 1997), as targets of a classifier (Lagoudakis, Parr 2003) kept near the policy (Peters,
-    Muelling, Altun 2010).
-    """
-    states = []
-    for problem, count in examples:
-        objective = taught.objectives[problem]
-        only = np.array([count])
-        (actions,), (seen,), _ = play(objective, network, only, np.zeros((1, 0), np.int64), watched=True)
-        tried, at = [], []
-        for t, observation in enumerate(seen):
-            for choice in np.flatnonzero(observation[:, 0] > 0).tolist():
-                tried.append([*actions[:t], choice])
-                at.append(t)
-        forced = np.full((len(tried), len(actions)), -1, np.int64)
-        for row, choices in zip(forced, tried, strict=True):
-            row[: len(choices)] = choices
-        *_, rows = play(objective, network, np.full(len(tried), count), forced, watched=False)
-        energy, at_ = objective.many(rows).energy, np.array(at)
-        with torch.no_grad():
-            likely = torch.softmax(network(torch.from_numpy(np.stack(seen)))[0], 1).numpy()
-        for t, observation in enumerate(seen):
-            here, legal = energy[at_ == t], observation[:, 0] > 0
-            if len(here) > 1:
-                wanted = np.maximum(likely[t, legal], LEAST) * np.exp(-(here - here.min()) / temperature)
-                states.append((observation[legal], wanted / wanted.sum()))
-    return Decisions.of(states)
-
-
-@torch.no_grad()
-def play(
-    objective: Objective,
-    network: CandidateNetwork | None,
-    counts: npt.NDArray[np.int64],
-    forced: npt.NDArray[np.int64],
-    watched: bool,
-) -> tuple[list[list[int]], list[list[construction.Observation]], npt.NDArray[np.int64]]:
-    """Build plans, (n, T) `forced` choices first (-1: free), then the network's; (choices, observations, rows) of each.
-
-    watched: choices and observations are kept, and free choices drawn from the policy; else they are its likeliest.
-    """
-    space = objective.space
-    c, n = space.construction, len(counts)
-    partials = kernels.partials(n, c.max_stages, len(c.total))
-    view = np.zeros((n, max(len(c.step) + 1, len(c.m)), len(FEATURES)), np.float32)
-    built, building = np.zeros((n, 2 + 2 * c.max_stages), np.int64), np.arange(n)
-    taken: list[list[int]] = [[] for _ in range(n)]
-    seen: list[list[construction.Observation]] = [[] for _ in range(n)]
-    kernels.begin_many(c, partials, building, counts, view)
-    step = 0
-    while len(building):
-        actions = forced[building, step].copy() if step < forced.shape[1] else np.full(len(building), -1)
-        free = actions < 0
-        if free.any() and network is not None:
-            logits, _ = network(torch.from_numpy(view[building[free]]))
-            actions[free] = (sample(logits) if watched else logits.argmax(1)).numpy()
-        if watched:
-            for i, action in zip(building.tolist(), actions.tolist(), strict=True):
-                taken[i].append(action)
-                seen[i].append(view[i].copy())
-        ended, rows = kernels.step_many(c, partials, building, actions, view)
-        built[building[ended]] = rows[ended]
-        building, step = building[~ended], step + 1
-    return taken, seen, built
+def watched(objective: Objective, plan: Sequence[int]) -> list[construction.Observation]:
+    """What is seen before each choice of a plan: of the number of micro-batches, of options from the end, of STOP."""
+    c = objective.space.construction
+    partials, only = kernels.partials(1, c.max_stages, len(c.total)), np.array([0])
+    view = np.zeros((1, num_candidates(objective), len(FEATURES)), np.float32)
+    kernels.begin_many(c, partials, only, np.array([-1]), view)
+    seen = []
+    for action in plan:
+        seen.append(view[0].copy())
+        if not view[0, action, 0]:
+            raise AssertionError("the teacher's plan cannot be built")
+        kernels.step_many(c, partials, only, np.array([action]), view)
+    return seen
 
 
 @dataclass
@@ -284,7 +214,6 @@ class Trainer:
         self._resume()
         with seeded_global_random(np.random.default_rng(self.seed)):
             self._clone()
-            self._look_ahead()
             self._ppo()
         return self.best_network()
 
@@ -307,39 +236,15 @@ class Trainer:
         self._restore(CLONING, optimizer)
         for number in range(self.done(CLONING), s.cloning_rounds):
             rate = s.cloning_rate * (1 - number / s.cloning_rounds)
-            loss = self._fit(optimizer, [data], rate, np.random.default_rng((self.seed, 0, number)))
+            loss = self._fit(optimizer, data, rate, np.random.default_rng((self.seed, 0, number)))
             self._end_round(CLONING, number, loss, optimizer)
 
-    def _look_ahead(self) -> None:
-        s = self.settings
-        if self.done(LOOKAHEAD) >= s.lookahead_rounds:
-            return
-        taught = [taught_decisions(self.train, s.forgiveness)] if s.cloning_rounds else []
-        examples = taught_examples(self.train, s.forgiveness)
-        optimizer = torch.optim.Adam(self.now.parameters(), lr=s.lookahead_rate)
-        self._restore(LOOKAHEAD, optimizer)
-        for number in range(self.done(LOOKAHEAD), s.lookahead_rounds):
-            rng = np.random.default_rng((self.seed, 1, number))
-            torch.manual_seed(int(rng.integers(2**31)))
-            before = self._priced()
-            chosen = rng.permutation(len(examples))[: s.lookahead_plans]
-            seen = lookahead(self.train, self.now, [examples[i] for i in chosen], s.temperature)
-            self.evaluations += self._priced() - before
-            rate = s.lookahead_rate * (1 - number / s.lookahead_rounds)
-            loss = self._fit(optimizer, [seen, *taught], rate, rng)
-            self._end_round(LOOKAHEAD, number, loss, optimizer)
-
-    def _fit(
-        self, optimizer: torch.optim.Optimizer, data: Sequence[Decisions], rate: float, rng: np.random.Generator
-    ) -> float:
-        """A round of gradient steps, on each of `data` in turn; the mean loss."""
+    def _fit(self, optimizer: torch.optim.Optimizer, data: Decisions, rate: float, rng: np.random.Generator) -> float:
+        """A round of gradient steps; the mean loss."""
         s, losses = self.settings, 0.0
         optimizer.param_groups[0]["lr"] = rate
-        for step in range(s.cloning_steps):
-            decisions = data[step % len(data)]
-            loss = decisions.loss(
-                self.now, torch.from_numpy(rng.integers(len(decisions.first) - 1, size=s.cloning_batch))
-            )
+        for _ in range(s.cloning_steps):
+            loss = data.loss(self.now, torch.from_numpy(rng.integers(len(data.first) - 1, size=s.cloning_batch)))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.now.parameters(), 1.0)

@@ -24,7 +24,7 @@ SPEC = SpaceSpec(num_microbatches=(16, 32), max_stages=4, max_tp=4, group_sizes=
 SMALL = [
     "space.num_microbatches=[16,32]", "space.max_stages=4", "space.max_tp=4", "space.group_sizes=[2,4,8]",
     "pool=3", "validation=2", "processes=1", "training.hidden=8", "training.cloning_rounds=1",
-    "training.cloning_steps=5", "training.lookahead_rounds=1", "training.lookahead_plans=3", "training.ppo_rounds=2",
+    "training.cloning_steps=5", "training.ppo_rounds=2",
     "training.ppo_updates=1", "training.num_envs=4", "training.num_steps=8", "training.batch_size=16",
 ]  # fmt: skip
 
@@ -45,8 +45,8 @@ def taught(tmp_path_factory):
 def test_twenty_seconds_of_training_halve_the_gap_of_an_untrained_policy(taught, tmp_path):
     """The stated margin: over three seeds, the mean log gap of most likely plans on problems never trained on."""
     train, validation = taught
-    settings = Settings(hidden=32, cloning_rounds=2, cloning_steps=150, cloning_batch=128, lookahead_rounds=1,
-                        lookahead_plans=15, ppo_rounds=2, ppo_updates=2, num_envs=16, num_steps=16)  # fmt: skip
+    settings = Settings(hidden=32, cloning_rounds=2, cloning_steps=150, cloning_batch=128, ppo_rounds=2,
+                         ppo_updates=2, num_envs=16, num_steps=16)  # fmt: skip
     for seed in (0, 1, 2):
         torch.manual_seed(seed)
         before, _ = validate(settings.network(), validation, 0)
@@ -58,7 +58,7 @@ def test_twenty_seconds_of_training_halve_the_gap_of_an_untrained_policy(taught,
 
 def test_a_training_that_was_interrupted_ends_as_one_that_was_not(taught, tmp_path):
     train, validation = taught
-    settings = Settings(hidden=8, cloning_rounds=1, cloning_steps=10, lookahead_rounds=1, lookahead_plans=4,
+    settings = Settings(hidden=8, cloning_rounds=1, cloning_steps=10,
                         ppo_rounds=2, ppo_updates=1, num_envs=4, num_steps=8, batch_size=16)  # fmt: skip
     whole = Trainer(settings, 5, train, validation, tmp_path / "whole.pt")
     whole.run()
@@ -132,7 +132,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, arguments, message):
 
 def test_a_checkpoint_of_another_training_is_refused(taught, tmp_path):
     train, validation = taught
-    settings = Settings(hidden=8, cloning_rounds=1, cloning_steps=2, lookahead_rounds=0, ppo_rounds=0)
+    settings = Settings(hidden=8, cloning_rounds=1, cloning_steps=2, ppo_rounds=0)
     path = tmp_path / "checkpoint.pt"
     Trainer(settings, 0, train, validation, path).run()
     with pytest.raises(ValueError, match="is of another training"):

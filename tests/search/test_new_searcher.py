@@ -73,7 +73,7 @@ def test_the_policy_is_read_back_as_the_page_says(tmp_path):
     (tmp_path / "read_policy.py").write_text(blocks()["read_policy.py"])
     done = run_line("python read_policy.py record", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("one move on: ")
+    assert done.stdout.startswith("its most likely plan: ")
 
 
 def test_every_block_with_a_title_is_used():
