@@ -94,17 +94,17 @@ class Method(NamedTuple):
 
 SEARCHES = {
     "policy_propose": Search("ppo", 1000, True, {"mode": "propose"}),
-    "policy_polish": Search("ppo", policy=True, changes={"mode": "polish"}),
+    "policy_polish": Search("ppo", 10_000, True, {"mode": "polish"}),
     "policy_adapt": Search("ppo", 1000, True, {"mode": "train"}),
     "ga_policy": Search("ga", policy=True),
-    "ppo": Search("ppo", 10_000),
+    "ppo": Search("ppo", 1000),  # trained anew for each instance: its network costs more than its plans
     "ppo_partition": Search("ppo_partition", 1000),
     **{name: Search(name) for name in ("ga", "annealing", "autohaap", "random")},
 }
 METHODS = {
     "policy_greedy": Method("policy_propose", (6,), first=True),  # a plan per feasible number of micro-batches
     "policy_sampled": Method("policy_propose", (96, 1000)),
-    "policy_polish": Method("policy_polish", (6, 96, 1000, 10_000, 100_000)),
+    "policy_polish": Method("policy_polish", (6, 96, 1000, 10_000)),
     "policy_adapt": Method("policy_adapt", (6, 96, 1000)),
     **{name: Method(name) for name in ("ga_policy", "ppo", "ppo_partition", "ga", "annealing", "autohaap", "random")},
 }

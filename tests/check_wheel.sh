@@ -25,6 +25,7 @@ for search in random autohaap ga annealing ppo exact; do
   test -s "runs/$search/result.json" && test -s "runs/$search/plan.json" && test -s "runs/$search/trace.csv"
 done
 test -s runs/ppo/policy.zip
+$run +search=ppo search.policy=pretrained $small out=runs/pretrained > pretrained.log
 $run -m search=ga,random seed=0,1 $small hydra.sweep.dir=runs/sweep > sweep.log
 test "$(find runs/sweep -name result.json | wc -l)" = 4
 $run -m +search=random seed=0,1 $small tracking=wandb tracking.mode=offline hydra.sweep.dir=runs/wandb > wandb.log

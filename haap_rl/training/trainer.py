@@ -278,10 +278,9 @@ class Trainer:
         trained.set_logger(Logger(folder=None, output_formats=[Figures(figures.update)]))
         length = s.ppo_updates * s.num_envs * s.num_steps
         for number in range(self.done(PPO), s.ppo_rounds):
-            torch.manual_seed(self.seed * 1000 + number + 1)
+            trained.set_random_seed(int(np.random.default_rng((self.seed, 1, number)).integers(2**31)))
             for name, parameter in self.now.named_parameters():  # a critic that knows nothing would spoil the policy
                 parameter.requires_grad_(number > 0 or name.startswith(("seen", "value")))
-            environments.seed(int(np.random.default_rng((self.seed, 2, number)).integers(2**31)))
             before = self._priced()
             trained.learn(length)  # begins with fresh episodes
             self.evaluations += self._priced() - before
