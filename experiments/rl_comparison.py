@@ -108,6 +108,7 @@ METHODS = {
     "policy_adapt": Method("policy_adapt", (6, 96, 1000)),
     **{name: Method(name) for name in ("ga_policy", "ppo", "ppo_partition", "ga", "annealing", "autohaap", "random")},
 }
+TEST_ONLY = ("policy_adapt", "ga_policy", "ppo", "ppo_partition")  # slow, and nothing new about unseen devices
 FROM_SCRATCH = ("ga", "annealing", "autohaap")
 POLISH, SAMPLED, POLICY_EVALUATIONS = "policy_polish", "policy_sampled", 96
 COMPARED_TO = 10_000  # evaluations up to which policy_polish is compared with each other method
@@ -169,6 +170,12 @@ class Part(NamedTuple):
     def searches(self) -> list[str]:
         """Those that the methods need."""
         return list(dict.fromkeys(METHODS[name].search for name in self.methods))
+
+
+def methods_on(split: str, methods: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the methods that a split is used for; all of them where it would be none."""
+    kept_ones = tuple(name for name in methods if split == "test" or name not in TEST_ONLY)
+    return kept_ones or methods
 
 
 def ablations_of(text: str, instances: list[suite.Certified], out: Path) -> dict[str, Part]:
@@ -855,7 +862,7 @@ def parts_of(options: dict[str, Any], out: Path) -> dict[str, Part]:
         print(f"only {options['seeds']} of the {len(policies)} training seeds are used; give seeds={len(policies)}")
     ablations = ablations_of(str(options["ablations"] or ""), certified["test"], out)
     splits = {
-        split: Part(entries, policies[: options["seeds"]], methods, suite.spec())
+        split: Part(entries, policies[: options["seeds"]], methods_on(split, methods), suite.spec())
         for split, entries in certified.items()
     }
     return splits | {f"ablation-{name}": part for name, part in ablations.items()}

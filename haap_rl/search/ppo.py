@@ -30,7 +30,8 @@ from haap_rl.search.candidate_policy import CandidateNetwork, CandidatePolicy, l
 from haap_rl.search.proposals import Proposals
 
 MODES = ("train", "propose", "polish")
-PROPOSED = 6  # batches of proposals per round of polishing, after the first
+PROPOSED, RELIEVED = 2, 300  # batches of proposals and evaluations of relief in a round of polishing
+SETTLED = 1500  # evaluations after which the policy has said most of what it knows
 
 
 class Figures(KVWriter):
@@ -172,7 +173,7 @@ def model(environments: Any, seed: int, **settings: Any) -> MaskablePPO:
 
 
 def polish(proposals: Proposals, rng: np.random.Generator) -> None:
-    """Relieve the bottlenecks of the best proposals; then in turn AutoHAAP from its own starts, and more proposals.
+    """In turn more proposals and relief of the best new ones; beyond SETTLED evaluations AutoHAAP's own descents too.
 
     Ends by BudgetExhausted alone. The first batch of proposals is priced before anything is relieved, so that a small
     budget is all the policy's.
@@ -180,7 +181,8 @@ def polish(proposals: Proposals, rng: np.random.Generator) -> None:
     objective, relief = proposals.objective, AutoHAAP()
     proposals.more()
     while True:
-        relief.descend(objective, rng, kept=proposals.take(relief.width))
-        relief.descend(objective, rng)
         for _ in range(PROPOSED):
             proposals.more()
+        relief.descend(objective, rng, most=RELIEVED, kept=proposals.take(relief.width))
+        if objective.evaluations > SETTLED:
+            relief.descend(objective, rng)

@@ -31,6 +31,7 @@ from haap_rl.space.construction import FEATURES
 from haap_rl.training.teacher import Lesson
 
 CLONING, PPO = "cloning", "ppo"
+GREEDY_PCT, SAMPLED_PCT = 1.5, 0.3  # what is wanted of a policy
 SAMPLES = 96  # evaluations per problem of the second figure of validation
 Floats = npt.NDArray[np.float64]
 
@@ -401,8 +402,8 @@ class Relative(ConstructVecEnv):
 
 
 def score(point: Point) -> float:
-    """What validation chooses by; smaller is better."""
-    return point.greedy_iqm_pct + point.sampled_iqm_pct
+    """What validation chooses by, both figures in units of what is wanted of them; smaller is better."""
+    return point.greedy_iqm_pct / GREEDY_PCT + point.sampled_iqm_pct / SAMPLED_PCT
 
 
 def middle(values: Floats) -> float:
