@@ -96,7 +96,7 @@ class GeneticAlgorithm:
         from haap_rl.search.proposals import Proposals
 
         assert self.network is not None
-        proposals = Proposals(objective, self.network)
+        proposals = Proposals(objective, self.network, rng)
         with seeded_global_random(rng):
             proposals.first()
             proposals.more()

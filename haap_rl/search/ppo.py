@@ -123,10 +123,10 @@ class PPO:
         self._model = None
         with seeded_global_random(rng) as seed:
             if self.mode == "train":
-                self._train(objective, seed)
+                self._train(objective, seed, rng)
                 return
             assert self.network is not None
-            proposals = Proposals(objective, self.network)
+            proposals = Proposals(objective, self.network, rng)
             proposals.first()
             if self.mode == "polish":
                 polish(proposals, rng)
@@ -140,9 +140,9 @@ class PPO:
         """What the policy is trained in."""
         return ConstructVecEnv([objective], self.num_envs)
 
-    def _train(self, objective: Objective, seed: int) -> None:
+    def _train(self, objective: Objective, seed: int, rng: np.random.Generator) -> None:
         if self.network is not None:  # what it can do already comes first
-            Proposals(objective, self.network).first()
+            Proposals(objective, self.network, rng).first()
         num_steps = self.num_steps
         if objective.remaining is not None:  # some twenty updates, or PPO would hardly learn anything
             num_steps = max(2, min(num_steps, objective.remaining * 8 // (20 * self.num_envs)))

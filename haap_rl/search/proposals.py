@@ -13,7 +13,7 @@ import torch
 
 from haap_rl.search.autohaap import Kept
 from haap_rl.search.base import Objective
-from haap_rl.search.candidate_policy import CandidateNetwork, sample
+from haap_rl.search.candidate_policy import CandidateNetwork
 from haap_rl.space import construction_kernels as kernels
 from haap_rl.space.construction import FEATURES
 from haap_rl.space.space import Codes
@@ -27,13 +27,13 @@ HOTTEST = 8.0
 
 
 class Proposals:
-    """The plans of one policy for one objective's space; draws from torch's global generator.
+    """The plans of one policy for one objective's space.
 
     codes   what was priced so far
     """
 
-    def __init__(self, objective: Objective, network: CandidateNetwork) -> None:
-        self.objective, self.network, self.space = objective, network, objective.space
+    def __init__(self, objective: Objective, network: CandidateNetwork, rng: np.random.Generator) -> None:
+        self.objective, self.network, self.space, self.rng = objective, network, objective.space, rng
         self.codes: Codes = np.zeros((0, 2 + 2 * self.space.max_stages), np.int64)
         self.temperature = 1.0
         self._known: set[bytes] = set()
@@ -48,19 +48,17 @@ class Proposals:
 
     def first(self) -> None:
         """Price the most likely plan at every number of micro-batches."""
-        counts = np.arange(len(self._best))
-        self._price(build(self.objective, self.network, counts, None))
+        self._price(likeliest(self.objective, self.network, np.arange(len(self._best))))
 
     def more(self, most: int = BATCH) -> int:
         """Price up to `most` plans drawn that are new, the most frequent ones first; how many it were."""
         share = np.ones(len(self._best))
         if np.isfinite(self._best).any():
             share = np.exp(-(self._best - self._best.min()) / SPREAD)
-        counts = np.repeat(np.arange(len(share)), np.ceil(DRAWN * share / share.sum()).astype(np.int64))
+        counts, each = np.arange(len(share)), np.ceil(DRAWN * share / share.sum()).astype(np.int64)
         while True:
-            drawn = build(self.objective, self.network, counts, self.temperature)
-            rows, times = np.unique(drawn, axis=0, return_counts=True)
-            new = np.array([row.tobytes() not in self._known for row in rows])
+            rows, times = drawn(self.objective, self.network, counts, each, self.temperature, self.rng)
+            new = np.array([row.tobytes() not in self._known for row in rows], np.bool_)
             rows, times = rows[new], times[new]
             if len(rows) >= most or self.temperature >= HOTTEST:
                 break
@@ -91,25 +89,69 @@ class Proposals:
 
 
 @torch.no_grad()
-def build(objective: Objective, network: CandidateNetwork, counts: Ints, temperature: float | None) -> Codes:
-    """One plan for each of `counts` (choices of the number of micro-batches), as rows; no evaluation.
-
-    temperature: of the distribution that choices are drawn from; None: the most likely choice each time.
-    A network without masks (an ablation) may choose what is not legal: there is no plan then.
-    """
+def likeliest(objective: Objective, network: CandidateNetwork, counts: Ints) -> Codes:
+    """The policy's likeliest choices from each of `counts` (choices of the number of micro-batches), as rows."""
     space = objective.space
     c, n = space.construction, len(counts)
-    partials = kernels.partials(n, c.max_stages, len(c.total))
-    seen = np.zeros((n, len(c.step) + 1 if len(c.step) >= len(c.m) else len(c.m), len(FEATURES)), np.float32)
+    partials, seen = kernels.partials(n, c.max_stages, len(c.total)), view(objective, n)
     built: Codes = np.zeros((n, 2 + 2 * c.max_stages), np.int64)
     building = np.arange(n)
     kernels.begin_many(c, partials, building, counts, seen)
     while len(building):
-        logits, _ = network(torch.from_numpy(seen[building]))
-        actions = (logits.argmax(1) if temperature is None else sample(logits, temperature)).numpy()
-        legal = seen[building, actions, 0] > 0
-        building, actions = building[legal], actions[legal]
+        actions = scores(network, seen[building]).argmax(1).numpy()
+        building, actions = _legal(seen, building, actions)
         ended, rows = kernels.step_many(c, partials, building, actions, seen)
         built[building[ended]] = rows[ended]
         building = building[~ended]
     return built[built[:, 1] > 0]
+
+
+@torch.no_grad()
+def drawn(
+    objective: Objective,
+    network: CandidateNetwork,
+    counts: Ints,
+    times: Ints,
+    temperature: float,
+    rng: np.random.Generator,
+) -> tuple[Codes, Ints]:
+    """`times` plans drawn from each of `counts`: the different ones, as rows, and how often each was drawn.
+
+    Plans that are alike so far are one, so that the network is asked once about them.
+    """
+    space = objective.space
+    c, found, often = space.construction, [np.zeros((0, 2 + 2 * space.max_stages), np.int64)], [np.zeros(0, np.int64)]
+    partials, seen = kernels.partials(len(counts), c.max_stages, len(c.total)), view(objective, len(counts))
+    kernels.begin_many(c, partials, np.arange(len(counts)), counts, seen)
+    while len(times):
+        chances = torch.softmax(scores(network, seen) / temperature, 1).double().numpy()
+        taken = rng.multinomial(times, chances / chances.sum(1, keepdims=True))
+        parents, actions = np.nonzero(taken)
+        times = taken[parents, actions]
+        seen = seen[parents]
+        partials = partials.picked(parents)
+        members, actions = _legal(seen, np.arange(len(parents)), actions)
+        ended, rows = kernels.step_many(c, partials, members, actions, seen)
+        found.append(rows[ended])
+        often.append(times[members[ended]])
+        going = members[~ended]
+        times, seen, partials = times[going], seen[going], partials.picked(going)
+    return np.concatenate(found), np.concatenate(often)
+
+
+def view(objective: Objective, n: int) -> npt.NDArray[np.float32]:
+    """Room for what is seen of n plans."""
+    c = objective.space.construction
+    return np.zeros((n, max(len(c.step) + 1, len(c.m)), len(FEATURES)), np.float32)
+
+
+def scores(network: CandidateNetwork, seen: npt.NDArray[np.float32]) -> torch.Tensor:
+    """(n, A) logits."""
+    logits: torch.Tensor = network(torch.from_numpy(seen))[0]
+    return logits
+
+
+def _legal(seen: npt.NDArray[np.float32], building: Ints, actions: Ints) -> tuple[Ints, Ints]:
+    """Those whose choice is legal; a network without masks (an ablation) may choose otherwise, and has no plan then."""
+    legal = seen[building, actions, 0] > 0
+    return building[legal], actions[legal]

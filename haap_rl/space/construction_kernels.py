@@ -59,6 +59,13 @@ class Partials(NamedTuple):
     ones: Floats
     zeros: Floats
 
+    def picked(self, plans: Ints) -> Partials:
+        """Copies of some of the plans."""
+        return self._replace(**{name: getattr(self, name)[plans] for name in OF_EACH})
+
+
+OF_EACH = ("which", "stages", "options", "left", "held", "speed", "fixed", "delay")  # fields with an entry per plan
+
 
 def partials(n: int, max_stages: int, groups: int) -> Partials:
     """Room for n plans."""

@@ -417,12 +417,11 @@ def validate(network: CandidateNetwork, on: Class, seed: int) -> tuple[Floats, F
     """Gaps to the teacher's best plans, as fractions: of the most likely plans, and of SAMPLES proposals."""
     greedy, sampled = [], []
     network.eval()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for objective, lesson in zip(on.objectives, on.lessons, strict=True):
-            proposals = Proposals(objective, network)
-            proposals.first()
-            greedy.append(proposals.best_s / lesson.best_s - 1)
-            proposals.more(SAMPLES - len(proposals.codes))
-            sampled.append(proposals.best_s / lesson.best_s - 1)
+    rng = np.random.default_rng(seed)
+    for objective, lesson in zip(on.objectives, on.lessons, strict=True):
+        proposals = Proposals(objective, network, rng)
+        proposals.first()
+        greedy.append(proposals.best_s / lesson.best_s - 1)
+        proposals.more(SAMPLES - len(proposals.codes))
+        sampled.append(proposals.best_s / lesson.best_s - 1)
     return np.array(greedy), np.array(sampled)

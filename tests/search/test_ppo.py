@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from haap_envs.batched import ConstructVecEnv
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import (
@@ -12,11 +13,10 @@ from haap_rl.search.base import (
     Objective,
     load_searcher,
     run_search,
-    seeded_global_random,
 )
 from haap_rl.search.candidate_policy import CandidateNetwork, load_policy, policy_bytes
 from haap_rl.search.ppo import PPO
-from haap_rl.search.proposals import Proposals, build
+from haap_rl.search.proposals import Proposals, drawn, likeliest
 from haap_rl.space.construction import FEATURES
 from haap_rl.space.options import SpaceSpec
 from tests.builders import group, problem, room
@@ -57,15 +57,13 @@ def test_a_policy_is_used_within_the_budget_and_equally_each_time(policy, mode):
 def test_the_first_plans_are_the_likeliest_at_every_number_of_microbatches(policy):
     """A budget of less than a batch is the policy's: every mode begins alike, and none prices a plan twice."""
     objective = Objective(target(), space=SPEC)
-    with seeded_global_random(np.random.default_rng(0)):
-        proposals = Proposals(objective, PPO(policy=policy).network)
-        proposals.first()
-        assert objective.evaluations == 3
-        counts = np.arange(3)
-        np.testing.assert_array_equal(proposals.codes, build(objective, proposals.network, counts, None))
-        assert proposals.codes[:, 0].tolist() == [0, 1, 2]
-        for _ in range(3):
-            proposals.more(20)
+    proposals = Proposals(objective, PPO(policy=policy).network, np.random.default_rng(0))
+    proposals.first()
+    assert objective.evaluations == 3
+    np.testing.assert_array_equal(proposals.codes, likeliest(objective, proposals.network, np.arange(3)))
+    assert proposals.codes[:, 0].tolist() == [0, 1, 2]
+    for _ in range(3):
+        proposals.more(20)
     assert len(np.unique(proposals.codes, axis=0)) == len(proposals.codes) == objective.evaluations
     assert proposals.best_s == pytest.approx(objective.best_s)
     best = {mode: search(3, policy=policy, mode=mode).estimate.iteration_s for mode in ("propose", "polish", "train")}
@@ -79,10 +77,9 @@ def test_polishing_is_never_worse_than_proposing(policy):
 
 
 def test_a_policy_that_has_nothing_new_to_say_ends_no_search():
-    torch.manual_seed(0)
     tiny = SpaceSpec(num_microbatches=(8,), max_stages=1, max_tp=1, group_sizes=(1,), recompute=("none",))
     objective = Objective(problem((group("one", per_node=1),)), Budget(50), tiny)
-    proposals = Proposals(objective, CandidateNetwork(len(FEATURES), 8))
+    proposals = Proposals(objective, CandidateNetwork(len(FEATURES), 8), np.random.default_rng(0))
     proposals.first()
     assert proposals.more() == 0
 
@@ -133,3 +130,25 @@ def test_the_shipped_policy_plans_a_problem_it_never_saw_at_once():
     assert proposed.estimate.iteration_s < drawn.estimate.iteration_s
     polished = run_search(PPO(policy="pretrained"), problem_, Budget(1000), 0)
     assert polished.estimate.iteration_s <= 1.01 * 5.8518692
+
+
+def test_plans_are_drawn_as_often_as_the_policy_would(policy):
+    """Against playing single episodes in the environment, by the policy's own probabilities."""
+    objective, network = Objective(target(), space=SPEC), PPO(policy=policy).network
+    rows, often = drawn(objective, network, np.array([1]), np.array([4000]), 1.0, np.random.default_rng(0))
+    assert often.sum() == 4000
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    environments = ConstructVecEnv([objective], 500)
+    environments.set_options({"num_microbatches": 4})
+    seen, rng, lengths, stages = environments.reset(), np.random.default_rng(1), [], np.zeros(500, int)
+    waiting = np.ones(500, bool)  # for the end of their first episode
+    while waiting.any():
+        with torch.no_grad():
+            chances = torch.softmax(network(torch.from_numpy(seen))[0], 1).double().numpy()
+        actions = (chances.cumsum(1) > rng.random((500, 1)) * chances.sum(1, keepdims=True)).argmax(1)
+        seen, _, done, _ = environments.step(actions)
+        lengths += stages[done & waiting].tolist()
+        waiting &= ~done
+        stages += 1
+    shares = np.bincount(lengths, minlength=6) / len(lengths)
+    np.testing.assert_allclose(np.bincount(rows[:, 1], often, minlength=6) / 4000, shares, atol=0.07)
