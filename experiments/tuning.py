@@ -78,7 +78,7 @@ SPACES: dict[str, dict[str, tuple[Any, ...]]] = {
         "width": (3, 5, 10, 20, 40),
         "patience": (0.003, 0.01, 0.03, 0.1, 0.3),
     },
-}  # of random nothing can be set; ppo has none yet: its settings are being rewritten
+}  # of random nothing can be set; ppo would take hours: its settings were tried by hand, on `suite.TUNING`
 OPTIONS = {"out": None, "trials": 24, "instances": 12, "seeds": 1, "searchers": ",".join(SPACES), "workers": 2}
 
 Settings = dict[str, Any]
