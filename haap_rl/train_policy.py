@@ -50,8 +50,17 @@ class Run(NamedTuple):
 def train_policy(config: dict[str, Any], directory: Path) -> int:
     """Train what `config` describes into `directory`; the exit status.
 
-    0 trained, 130 interrupted, with the best policy so far kept. Raises InputError for a bad configuration.
+    0 trained, 130 interrupted, with what was made so far kept. Raises InputError for a bad configuration.
     """
+    try:
+        return _train_policy(config, directory)
+    except KeyboardInterrupt:
+        kept = sorted(str(path) for path in directory.glob("seed-*/policy.npz"))
+        print(f"interrupted; the same command goes on from {directory}; policies so far: {', '.join(kept) or 'none'}")
+        return 130
+
+
+def _train_policy(config: dict[str, Any], directory: Path) -> int:
     from haap_rl.problem.instances import draw_pool, load_instances
     from haap_rl.space.options import SpaceSpec
     from haap_rl.tracking import tracker_from_config
@@ -108,11 +117,11 @@ class _Tenths:
 
 def _train_all(runs: Sequence[Run], processes: int, log: Any) -> list[list[Point]]:
     """The points of every run, in processes side by side where there are several."""
-    from multiprocessing import get_context
+    from haap_rl.training.teacher import pool_of
 
     if min(processes, len(runs)) == 1:
         return [train_one(run, log) for run in runs]
-    with get_context("spawn").Pool(min(processes, len(runs))) as pool:
+    with pool_of(min(processes, len(runs))) as pool:
         points = pool.map(train_one, runs, chunksize=1)
     for each, run in zip(points, runs, strict=True):
         for point in each:

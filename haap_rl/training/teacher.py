@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +57,18 @@ class Lesson:
 
 
 def fits(spec: SpaceSpec, problem: Problem) -> bool:
-    """Whether some plan of the space fits."""
-    return bool(Objective(problem, space=spec).space.feasible_microbatches)
+    """Whether some plan of the space fits, whatever its switches."""
+    return bool(Objective(problem, space=plain(spec)).space.feasible_microbatches)
+
+
+def plain(spec: SpaceSpec) -> SpaceSpec:
+    """The space without ablations: the teacher knows the best plans of it, wherever its pupil looks."""
+    return replace(spec, memory_aware_init=True, load_balance=True)
 
 
 def teach(spec: SpaceSpec, instance: Instance) -> Lesson:
     """The lesson of one instance; numbers of micro-batches with the least bound first."""
-    problem = instance.problem()
+    problem, spec = instance.problem(), plain(spec)
     counts = Objective(problem, space=spec).space.feasible_microbatches
     alone = {m: replace(spec, num_microbatches=(m,)) for m in counts}
     bounds = {m: lower_bound(problem, alone[m]).seconds for m in counts}
@@ -91,7 +98,7 @@ def lessons(
     told(len(instances) - len(todo))
     if todo:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file, get_context("spawn").Pool(min(processes, len(todo))) as pool:
+        with path.open("a", encoding="utf-8") as file, pool_of(min(processes, len(todo))) as pool:
             for number, lesson in enumerate(pool.imap(partial(teach, spec), todo), 1):
                 known[lesson.problem] = lesson
                 line = {"estimator": fingerprint(), **asdict(lesson)}
@@ -99,6 +106,11 @@ def lessons(
                 file.flush()
                 told(len(instances) - len(todo) + number)
     return [known[each] for each in keys if known[each].examples]
+
+
+def pool_of(processes: int) -> Pool:
+    """Spawned processes that leave Ctrl-C to the one that waits for them."""
+    return get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
 def key(instance: Instance, spec: SpaceSpec) -> str:

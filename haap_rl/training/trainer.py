@@ -88,6 +88,8 @@ class Settings:
             positive_float(where, name, getattr(self, name))
         for name in ("gae_lambda", "entropy"):
             share(where, name, getattr(self, name))
+        if self.cloning_rounds == self.ppo_rounds == 0:
+            raise InputError(f"{where}: cloning_rounds and ppo_rounds are both 0; give at least one of them a round")
         yes_or_no(where, "masked", self.masked)
         object.__setattr__(self, "blank", tuple(self.blank))
         for name in self.blank:
@@ -159,8 +161,8 @@ class Decisions(NamedTuple):
         return -(self.wanted[index] * (logits - most[state] - torch.log(total)[state])).sum() / len(chosen)
 
 
-def taught_decisions(taught: Class, forgiveness: float) -> Decisions:
-    """Every choice in the teacher's plans, the best number of micro-batches among them."""
+def taught_decisions(taught: Class, forgiveness: float, masked: bool) -> Decisions:
+    """Every choice in the teacher's plans, the best number of micro-batches among them; of the legal ones if masked."""
     states = []
     for objective, lesson in zip(taught.objectives, taught.lessons, strict=True):
         c = objective.space.construction
@@ -171,7 +173,7 @@ def taught_decisions(taught: Class, forgiveness: float) -> Decisions:
             seen = watched(objective, plan)
             weight = math.exp(-math.log(example.iteration_s / lesson.best_s) / forgiveness)
             for observation, action in list(zip(seen, plan, strict=True))[0 if best else 1 :]:
-                legal = np.flatnonzero(observation[:, 0] > 0)
+                legal = np.flatnonzero((observation[:, 0] > 0) | (not masked))
                 states.append((observation[legal], weight * (legal == action)))
     return Decisions.of(states)
 
@@ -232,7 +234,7 @@ class Trainer:
         s = self.settings
         if self.done(CLONING) >= s.cloning_rounds:
             return
-        data = taught_decisions(self.train, s.forgiveness)
+        data = taught_decisions(self.train, s.forgiveness, s.masked)
         optimizer = torch.optim.Adam(self.now.parameters(), lr=s.cloning_rate)
         self._restore(CLONING, optimizer)
         for number in range(self.done(CLONING), s.cloning_rounds):

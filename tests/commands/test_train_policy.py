@@ -131,6 +131,7 @@ def test_every_round_is_told_to_the_tracker(tmp_path, monkeypatch):
         (["training.hidden=0"], "training: hidden=0 must be"),
         (["training.blank=[speeed]"], "blank: 'speeed' is not a feature"),
         (["pool=0"], "pool=0 must be"),
+        (["training.cloning_rounds=0", "training.ppo_rounds=0"], "cloning_rounds and ppo_rounds are both 0"),
         (["training.depth=3"], "unknown key 'training.depth'"),
         (["instances.train.models=[]"], "instances: train: models=[] must be a list of at least one"),
     ],
@@ -174,3 +175,12 @@ def test_help_is_quick_and_needs_no_torch():
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.split() == ["False", "False"]
     assert Path(train_policy.__file__).name == "train_policy.py"
+
+
+def test_an_interrupted_training_says_what_there_is(tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_policy, "_choose", interrupted)
+    assert train_policy.main([*SMALL, f"out={tmp_path / 'policy'}"]) == 130
+    assert "policies so far: " + str(tmp_path / "policy" / "seed-0" / "policy.npz") in capsys.readouterr().out
