@@ -775,6 +775,7 @@ def draw(summary: Figures, path: Path) -> None:
     figure = Figure(figsize=(12.0, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     both = figure.subplots(1, 2, sharey=True)
+    shown = [method for method in METHODS if any(method in summary[split]["iqm_gap_pct"] for split in TITLES)]
     for axes, (split, title) in zip(both, TITLES.items(), strict=True):
         found = summary[split]
         rows = {
@@ -785,10 +786,12 @@ def draw(summary: Figures, path: Path) -> None:
             ]
             for method, row in found["iqm_gap_pct"].items()
         }
-        draw_curves(axes, rows)
+        # every method of either split in its place, so that it has one colour in both pictures
+        draw_curves(axes, {method: rows.get(method, []) for method in shown})
         axes.set_title(title, fontsize=10)
     both[1].set_ylabel("")
-    both[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    handles, labels = both[0].get_legend_handles_labels()
+    both[1].legend(handles, labels, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=110)
 
 
