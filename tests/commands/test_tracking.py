@@ -96,7 +96,9 @@ def test_an_offline_run_is_read_back(here, capsys):
 
     search = [row for row in rows if "search/seconds" in row]
     trace = list(csv.DictReader((record / "trace.csv").open()))
-    assert {int(point["evaluations"]) for point in trace} <= {row["search/evaluations"] for row in search}
+    for point in trace:  # plans are priced in batches: told at the end of the batch
+        later = [row for row in search if row["search/evaluations"] >= int(point["evaluations"])]
+        assert later[0]["search/best_iteration_time_s"] <= float(point["best_iteration_time_s"])
     assert len(search) <= 100 + len(trace) + 2
     last = search[-1]
     assert last["search/evaluations"] == result["evaluations"] == 400
@@ -283,7 +285,7 @@ def test_ctrl_c_leaves_the_record_the_policy_and_the_offline_run(here):
     )  # fmt: skip
     try:
         assert process.stdout.readline().startswith("W&B: offline")
-        assert "1 of 100,000,000 plans" in process.stdout.readline()
+        assert " of 100,000,000 plans" in process.stdout.readline()
         time.sleep(3)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: W&B's own process gets it too
         out, err = process.communicate(timeout=60)

@@ -129,7 +129,7 @@ def test_a_policy_gives_the_first_population_and_its_plans_are_priced_once(tmp_p
     assert {plan.code.tobytes() for plan in first} <= set(proposed)
     assert not set(proposed) & set(priced[other.evaluations : other.evaluations + ga.population])
     assert objective.evaluations == 300
-    assert objective.best_s < other.best_s
+    assert objective.best_s <= other.best_s
 
 
 @pytest.mark.parametrize("relief", [0.0, 0.3, 0.8])
