@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from haap_envs.batched import BatchedEnv, ConstructVecEnv
-from haap_envs.batched_partition import PartitionVecEnv
+from haap_envs.batched import BatchedEnv, ConstructVecEnv, PartitionVecEnv
 from haap_rl import configs
 from haap_rl.problem.errors import yes_or_no
 from haap_rl.problem.presets import load_problem

@@ -134,10 +134,10 @@ def train_one(run: Run, log: Any = None) -> list[Point]:
     from haap_envs.construct import Problems
     from haap_rl.search.candidate_policy import policy_bytes
     from haap_rl.tracking.record import write_files
-    from haap_rl.training.trainer import Class, Trainer
+    from haap_rl.training.trainer import Course, Trainer
 
     train, validation = (
-        Class(Problems([instance.problem() for instance in taught.instances], run.spec), taught.lessons)
+        Course(Problems([instance.problem() for instance in taught.instances], run.spec), taught.lessons)
         for taught in (run.train, run.validation)
     )
 

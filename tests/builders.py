@@ -97,6 +97,17 @@ def problem(groups=None, model_changes=None, **settings):
     return Problem(Cluster("test", tuple(groups)), model(**(model_changes or {})), **settings)
 
 
+def three_groups(model_changes=None, **settings):
+    """Three unequal groups with little memory and a seven-layer model."""
+    groups = [
+        group("fast", per_node=4, memory_gb=room(3.0)),
+        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
+        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
+    ]
+    settings = {"global_batch_size": 16, "seq_len": 1024, **settings}
+    return problem(groups, {"num_layers": 7, **(model_changes or {})}, **settings)
+
+
 def stage(units, where, tp=1, dp=1, size=1, mode="none", recomputed=0):
     return Stage(units, (ReplicaGroup(where, tp, dp, size),), Recompute(mode, recomputed))
 

@@ -126,10 +126,10 @@ class CandidatePolicy(MaskableActorCriticPolicy):
         return values
 
 
-def sample(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def sample(logits: torch.Tensor) -> torch.Tensor:
     """(n,) one candidate of each row by its probability (the Gumbel-max trick), from torch's global generator."""
     noise = -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-20, 1 - 1e-7)))
-    return (logits / temperature + noise).argmax(1)
+    return (logits + noise).argmax(1)
 
 
 # ------------------------------------------------------------------------------------------ as a file

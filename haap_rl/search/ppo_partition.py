@@ -7,8 +7,7 @@ better of the two.
 
 from __future__ import annotations
 
-from haap_envs.batched import BatchedEnv
-from haap_envs.batched_partition import PartitionVecEnv
+from haap_envs.batched import BatchedEnv, PartitionVecEnv
 from haap_rl.problem.errors import positive_int
 from haap_rl.search.base import Objective
 from haap_rl.search.ppo import PPO

@@ -7,7 +7,7 @@ interrupted goes on with the next round and ends with the weights that it would 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ class Settings:
         return {"hidden": self.hidden, "masked": self.masked, "blank": [FEATURES.index(name) for name in self.blank]}
 
 
-class Class(NamedTuple):
+class Course(NamedTuple):
     """Problems with their lessons."""
 
     objectives: Sequence[Objective]
@@ -161,7 +161,7 @@ class Decisions(NamedTuple):
         return -(self.wanted[index] * (logits - most[state] - torch.log(total)[state])).sum() / len(chosen)
 
 
-def taught_decisions(taught: Class, forgiveness: float, masked: bool) -> Decisions:
+def taught_decisions(taught: Course, forgiveness: float, masked: bool) -> Decisions:
     """Every choice in the teacher's plans, the best number of micro-batches among them; of the legal ones if masked."""
     states = []
     for objective, lesson in zip(taught.objectives, taught.lessons, strict=True):
@@ -202,8 +202,8 @@ class Trainer:
 
     settings: Settings
     seed: int
-    train: Class
-    validation: Class
+    train: Course
+    validation: Course
     checkpoint: Path
     told: Told = lambda point: None
     points: list[Point] = field(default_factory=list)
@@ -364,7 +364,7 @@ class Trainer:
             optimizer.load_state_dict(self.optimizers[phase])
 
 
-def taught_examples(taught: Class, forgiveness: float) -> list[tuple[int, int]]:
+def taught_examples(taught: Course, forgiveness: float) -> list[tuple[int, int]]:
     """(problem, number of micro-batches as a choice) of every example that counts; -1: the choice is the policy's."""
     examples = []
     for problem, (objective, lesson) in enumerate(zip(taught.objectives, taught.lessons, strict=True)):
@@ -383,7 +383,7 @@ class Relative(ConstructVecEnv):
     then, and the last percent counts as much as the tenth.
     """
 
-    def __init__(self, taught: Class, num_envs: int, forgiveness: float, regret: float) -> None:
+    def __init__(self, taught: Course, num_envs: int, forgiveness: float, regret: float) -> None:
         self._examples, self._regret = taught_examples(taught, forgiveness), regret
         self._best_s = []
         for problem, count in self._examples:
@@ -393,7 +393,7 @@ class Relative(ConstructVecEnv):
         objectives = [taught.objectives[problem] for problem, _ in self._examples]
         super().__init__(objectives, num_envs, max(num_candidates(each) for each in taught.objectives))
 
-    def count_of(self, problem: int, options: Mapping[str, Any]) -> int | None:
+    def count_of(self, problem: int, member: int) -> int | None:
         count = self._examples[problem][1]
         return None if count < 0 else int(self.objectives[problem].space.construction.m[count])
 
@@ -415,7 +415,7 @@ def middle(values: Floats) -> float:
     return float(stats.trim_mean(values, 0.25))
 
 
-def validate(network: CandidateNetwork, on: Class, seed: int) -> tuple[Floats, Floats]:
+def validate(network: CandidateNetwork, on: Course, seed: int) -> tuple[Floats, Floats]:
     """Gaps to the teacher's best plans, as fractions: of the most likely plans, and of SAMPLES proposals."""
     greedy, sampled = [], []
     network.eval()

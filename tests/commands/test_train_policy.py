@@ -19,7 +19,7 @@ from haap_rl.search.ppo import PPO
 from haap_rl.space.options import SpaceSpec
 from haap_rl.tracking import Tracker
 from haap_rl.training import teacher
-from haap_rl.training.trainer import Class, Settings, Trainer, validate
+from haap_rl.training.trainer import Course, Settings, Trainer, validate
 
 SPEC = SpaceSpec(num_microbatches=(16, 32), max_stages=4, max_tp=4, group_sizes=(2, 4, 8))
 SMALL = [
@@ -39,7 +39,7 @@ def taught(tmp_path_factory):
     for split, count in (("train", 8), ("validation", 5)):
         pool = draw_pool(splits.split(split), count, 0, lambda problem: teacher.fits(SPEC, problem))
         lessons = teacher.lessons(pool, SPEC, path, 2, lambda done: None)
-        classes.append(Class(Problems([instance.problem() for instance in pool], SPEC), lessons))
+        classes.append(Course(Problems([instance.problem() for instance in pool], SPEC), lessons))
     return classes
 
 

@@ -20,21 +20,11 @@ from haap_rl.space import kernels as space_kernels
 from haap_rl.space import moves
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Genome, Space
-from tests.builders import group, problem, room
+from tests.builders import group, problem, room, three_groups
 
 SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
 ODD = {"num_microbatches": (3, 5, 6, 10, 12), "max_stages": 6, "max_tp": 6, "group_sizes": (1, 2, 3, 5, 6, 10)}
 TIED = {"tied_embeddings": True}
-
-
-def three_groups(model_changes=None, **settings) -> Problem:
-    groups = [
-        group("fast", per_node=4, memory_gb=room(3.0)),
-        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
-        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
-    ]
-    settings = {"global_batch_size": 16, "seq_len": 1024, **settings}
-    return problem(groups, {"num_layers": 7, **(model_changes or {})}, **settings)
 
 
 def odd_nodes(**model_changes) -> Problem:

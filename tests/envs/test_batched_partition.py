@@ -4,23 +4,15 @@ import numpy as np
 import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from haap_envs.batched_partition import PartitionVecEnv
+from haap_envs.batched import PartitionVecEnv
 from haap_envs.partition import PartitionEnv
 from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import Budget, BudgetExhausted, Objective
 from haap_rl.space.options import SpaceSpec
-from tests.builders import group, problem, room
+from tests.builders import group, problem, three_groups
 
+TIED = {"tied_embeddings": True}
 SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
-
-
-def three_groups():
-    groups = [
-        group("fast", per_node=4, memory_gb=room(3.0)),
-        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
-        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
-    ]
-    return problem(groups, {"num_layers": 7, "tied_embeddings": True}, global_batch_size=16, seq_len=1024)
 
 
 def lonely():
@@ -29,8 +21,8 @@ def lonely():
 
 SPACES = {
     "default": (load_problem, SpaceSpec()),
-    "mixed stages": (three_groups, SpaceSpec(**SMALL, mixed_stages=True)),
-    "memory ignored": (three_groups, SpaceSpec(**SMALL, memory_aware_init=False)),
+    "mixed stages": (lambda: three_groups(TIED), SpaceSpec(**SMALL, mixed_stages=True)),
+    "memory ignored": (lambda: three_groups(TIED), SpaceSpec(**SMALL, memory_aware_init=False)),
     "no move": (
         lonely,
         SpaceSpec(num_microbatches=(8,), max_stages=1, max_tp=1, group_sizes=(1,), recompute=("none",)),

@@ -15,19 +15,10 @@ from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import Budget, BudgetExhausted, Objective
 from haap_rl.space.options import SpaceSpec
-from tests.builders import group, problem, room
+from tests.builders import group, problem, three_groups
 
 SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
 ROWS = 120
-
-
-def three_groups():
-    groups = [
-        group("fast", per_node=4, memory_gb=room(3.0)),
-        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
-        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
-    ]
-    return problem(groups, {"num_layers": 7}, global_batch_size=16, seq_len=1024)
 
 
 def objectives(name):

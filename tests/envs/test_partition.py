@@ -16,7 +16,7 @@ from haap_rl.problem.presets import load_problem
 from haap_rl.search.base import Budget, BudgetExhausted, Objective
 from haap_rl.space import move_features, moves
 from haap_rl.space.options import SpaceSpec
-from tests.builders import group, problem, room
+from tests.builders import group, problem, room, three_groups
 
 ID = "haap_envs:haap_rl/Partition-v0"
 
@@ -103,16 +103,8 @@ def test_masks_agree_with_what_a_step_does():
             assert (probe.genome != genome) == (mask[action] and action != len(mask) - 1)
 
 
+TIED = {"tied_embeddings": True}
 SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
-
-
-def three_groups():
-    groups = [
-        group("fast", per_node=4, memory_gb=room(3.0)),
-        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
-        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
-    ]
-    return problem(groups, {"num_layers": 7, "tied_embeddings": True}, global_batch_size=16, seq_len=1024)
 
 
 def six_and_ten():
@@ -127,10 +119,10 @@ def six_and_ten():
 ODD = {"num_microbatches": (3, 5, 6, 10, 12), "max_stages": 6, "max_tp": 6, "group_sizes": (1, 2, 3, 5, 6, 10)}
 SPACES = {
     "default": (load_problem, SpaceSpec()),
-    "three groups": (three_groups, SpaceSpec(**SMALL)),
-    "mixed stages": (three_groups, SpaceSpec(**SMALL, mixed_stages=True)),
+    "three groups": (lambda: three_groups(TIED), SpaceSpec(**SMALL)),
+    "mixed stages": (lambda: three_groups(TIED), SpaceSpec(**SMALL, mixed_stages=True)),
     "straddled nodes": (six_and_ten, SpaceSpec(**ODD)),
-    "memory ignored": (three_groups, SpaceSpec(**SMALL, memory_aware_init=False)),
+    "memory ignored": (lambda: three_groups(TIED), SpaceSpec(**SMALL, memory_aware_init=False)),
 }
 
 

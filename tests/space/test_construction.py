@@ -10,18 +10,9 @@ from haap_rl.space import construction_kernels as compiled
 from haap_rl.space.balance import pipeline_fill
 from haap_rl.space.construction import COLUMN, FEATURES
 from haap_rl.space.options import SpaceSpec
-from tests.builders import group, problem, room
+from tests.builders import group, problem, room, three_groups
 
 SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
-
-
-def three_groups(**changes):
-    groups = [
-        group("fast", per_node=4, memory_gb=room(3.0)),
-        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
-        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
-    ]
-    return problem(groups, {"num_layers": 7, **changes}, global_batch_size=16, seq_len=1024)
 
 
 def odd_nodes():
@@ -31,7 +22,7 @@ def odd_nodes():
 SPACES = {
     "default": (load_problem, SpaceSpec()),
     "three groups, tight": (three_groups, SpaceSpec(**SMALL)),
-    "two types in a stage": (lambda: three_groups(tied_embeddings=True), SpaceSpec(**SMALL, mixed_stages=True)),
+    "two types in a stage": (lambda: three_groups({"tied_embeddings": True}), SpaceSpec(**SMALL, mixed_stages=True)),
     "memory ignored": (three_groups, SpaceSpec(**SMALL, memory_aware_init=False)),
     "more stages than layers": (
         lambda: problem(model_changes={"num_layers": 3}),

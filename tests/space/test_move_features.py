@@ -12,24 +12,15 @@ from haap_rl.space import kernels, move_feature_kernels, move_features, moves
 from haap_rl.space.move_features import FEATURES, WIDEST
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
-from tests.builders import group, problem, room
+from tests.builders import group, problem, room, three_groups
 
 SMALL = {"num_microbatches": (2, 4, 8), "max_stages": 5, "max_tp": 4, "group_sizes": (1, 2, 4, 8)}
 BATCH = {"global_batch_size": 16, "seq_len": 1024}
 COLUMN = {name: x for x, name in enumerate(FEATURES)}
 
 
-def three_groups(**sizes):
-    groups = [
-        group("fast", per_node=4, memory_gb=room(3.0)),
-        group("slow", nodes=2, per_node=4, memory_gb=room(1.2), tflops=40.0),
-        group("old", per_node=2, memory_gb=room(2.0), tflops=20.0),
-    ]
-    return problem(groups, {"num_layers": 7, **sizes}, **BATCH)
-
-
 def tied():
-    return three_groups(tied_embeddings=True)
+    return three_groups({"tied_embeddings": True})
 
 
 def tight():
