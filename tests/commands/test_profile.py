@@ -361,24 +361,19 @@ def test_a_rank_that_ends_for_want_of_memory_is_one_line_and_the_units_stay(here
     assert len(load_profile("p.json").units) == 3
 
 
-def test_help_comes_at_once_and_without_torch(here):
+def test_help_comes_at_once_for_want_of_heavy_imports(here):
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "from haap_rl.profile import main\n"
         "try: main(['--help'])\n"
         "except SystemExit as end: status = end.code\n"
-        "print('torch' in sys.modules, time.process_time(), file=sys.stderr)\n"
+        "print(*sys.modules, file=sys.stderr)\n"
         "sys.exit(status)"
     )
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0
-        assert "Measure this machine's device" in done.stdout
-        loaded, took = done.stderr.split()[-2:]
-        assert loaded == "False"
-        seconds.append(float(took))
-    assert min(seconds) < 1.0
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Measure this machine's device" in done.stdout
+    assert not {"torch", "numba", "scipy", "matplotlib", "gymnasium", "wandb"} & set(done.stderr.split())
 
 
 # ------------------------------------------------------------------------------- the modules themselves
