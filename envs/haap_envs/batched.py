@@ -21,6 +21,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvS
 
 from haap_envs import construct, partition
 from haap_rl.cost.kernels import scratch
+from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Plan
 from haap_rl.search.base import Objective, compile_kernels
 from haap_rl.space import construction, construction_kernels, kernels, move_feature_kernels, move_features, moves
@@ -28,6 +29,15 @@ from haap_rl.space import construction, construction_kernels, kernels, move_feat
 Ints = npt.NDArray[np.int64]
 Observations = npt.NDArray[np.float32]
 Infos = list[dict[str, Any]]
+MOST_ENVS = 10_000  # some gigabytes of observations on a large space
+
+
+def num_environments(where: str, value: object) -> int:
+    """`value` as a number of environments. Raises InputError for what is none, or more than MOST_ENVS."""
+    number = positive_int(where, "num_envs", value)
+    if number > MOST_ENVS:
+        raise InputError(f"{where}: num_envs={number} must be at most {MOST_ENVS}; give for example num_envs=64")
+    return number
 
 
 class BatchedEnv(VecEnv):

@@ -25,7 +25,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import nn
 
 from haap_rl.cost.estimator import fingerprint
-from haap_rl.problem.errors import InputError
+from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.space.construction import FEATURES, VERSION
 
 SCHEMA = "haap_rl.policy/1"
@@ -34,6 +34,14 @@ SHIPPED = Path(__file__).with_name("pretrained.npz")
 COMMAND = "python -m haap_rl.train_policy"
 IMPOSSIBLE = -1e8  # logit of a candidate that is not legal
 MOST_HIDDEN = 4096
+
+
+def hidden_units(where: str, value: object) -> int:
+    """`value` as units of a layer. Raises InputError for what is none, or more than MOST_HIDDEN."""
+    hidden = positive_int(where, "hidden", value)
+    if hidden > MOST_HIDDEN:
+        raise InputError(f"{where}: hidden={hidden} must be at most {MOST_HIDDEN}; give for example hidden=96")
+    return hidden
 
 
 class CandidateNetwork(nn.Module):

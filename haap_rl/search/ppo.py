@@ -21,12 +21,12 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.vec_env import VecMonitor
 
-from haap_envs.batched import BatchedEnv, ConstructVecEnv
+from haap_envs.batched import BatchedEnv, ConstructVecEnv, num_environments
 from haap_rl.problem.errors import InputError, positive_float, positive_int, share
 from haap_rl.problem.plan import Problem
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Objective, seeded_global_random
-from haap_rl.search.candidate_policy import CandidateNetwork, CandidatePolicy, load_policy
+from haap_rl.search.candidate_policy import CandidateNetwork, CandidatePolicy, hidden_units, load_policy
 from haap_rl.search.proposals import Proposals
 
 MODES = ("train", "propose", "polish")
@@ -102,9 +102,9 @@ class PPO:
         if policy is not None and not isinstance(policy, str):
             raise InputError(f"{where}: policy={policy!r} must be pretrained or the path of a policy file")
         self.network = None if policy is None else load_policy(policy)[0]
-        self.num_envs = positive_int(where, "num_envs", num_envs)
+        self.num_envs = num_environments(where, num_envs)
         self.num_steps = positive_int(where, "num_steps", num_steps)
-        self.hidden = positive_int(where, "hidden", hidden) if self.network is None else self.network.hidden
+        self.hidden = hidden_units(where, hidden) if self.network is None else self.network.hidden
         self.cycle = cycle if cycle == 0 and type(cycle) is int else positive_int(where, "cycle", cycle)
         self._model: MaskablePPO | None = None
         self._settings: dict[str, Any] = {

@@ -18,11 +18,11 @@ import torch
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import VecMonitor
 
-from haap_envs.batched import ConstructVecEnv
+from haap_envs.batched import ConstructVecEnv, num_environments
 from haap_envs.construct import num_candidates
 from haap_rl.problem.errors import InputError, positive_float, positive_int, share, yes_or_no
 from haap_rl.search.base import Objective, seeded_global_random
-from haap_rl.search.candidate_policy import CandidateNetwork
+from haap_rl.search.candidate_policy import CandidateNetwork, hidden_units
 from haap_rl.search.ppo import Figures, model
 from haap_rl.search.proposals import Proposals
 from haap_rl.space import construction
@@ -74,17 +74,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         where = "training"
-        for name in ("hidden", "cloning_rounds", "cloning_steps", "cloning_batch", "ppo_rounds", "ppo_updates",
-                     "num_envs", "num_steps", "num_epochs", "batch_size", "patience"):  # fmt: skip
+        for name in ("cloning_rounds", "cloning_steps", "cloning_batch", "ppo_rounds", "ppo_updates", "num_steps",
+                     "num_epochs", "batch_size", "patience"):  # fmt: skip
             if not (name.endswith("_rounds") and getattr(self, name) == 0):  # a phase can be left out
                 positive_int(where, name, getattr(self, name))
-        for name in (
-            "cloning_rate",
-            "forgiveness",
-            "learning_rate",
-            "clip_range",
-            "regret",
-        ):
+        hidden_units(where, self.hidden)
+        num_environments(where, self.num_envs)
+        for name in ("cloning_rate", "forgiveness", "learning_rate", "clip_range", "regret"):
             positive_float(where, name, getattr(self, name))
         for name in ("gae_lambda", "entropy"):
             share(where, name, getattr(self, name))

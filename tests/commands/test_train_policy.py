@@ -129,6 +129,8 @@ def test_every_round_is_told_to_the_tracker(tmp_path, monkeypatch):
         (["seeds=[]"], "seeds=[] must be a list"),
         (["seeds=[-1]"], "seeds: -1 must be a whole number"),
         (["training.hidden=0"], "training: hidden=0 must be"),
+        (["training.hidden=1000000000"], "training: hidden=1000000000 must be at most 4096"),
+        (["training.num_envs=1000000000000"], "training: num_envs=1000000000000 must be at most 10000"),
         (["training.blank=[speeed]"], "blank: 'speeed' is not a feature"),
         (["pool=0"], "pool=0 must be"),
         (["training.cloning_rounds=0", "training.ppo_rounds=0"], "cloning_rounds and ppo_rounds are both 0"),

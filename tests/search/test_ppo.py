@@ -105,6 +105,8 @@ def test_a_new_policy_is_trained_after_a_cycle():
         ({"policy": 3}, "policy=3 must be pretrained or the path"),
         ({"policy": "nowhere.npz"}, "there is no such file"),
         ({"cycle": -1}, "cycle=-1 must be"),
+        ({"hidden": 10**9}, "hidden=1000000000 must be at most 4096"),
+        ({"num_envs": 10**12}, "num_envs=1000000000000 must be at most 10000"),
     ],
 )
 def test_bad_settings_are_one_line(settings, message):
