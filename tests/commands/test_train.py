@@ -103,7 +103,7 @@ def without_seconds(record):
     ]
 
 
-@pytest.mark.parametrize("search", names("search"))
+@pytest.mark.parametrize("search", [name for name in names("search") if name != "replay"])  # which has no plan yet
 def test_same_seed_in_two_processes_same_trace(here, search):
     for out in ("one", "two"):
         finished = command(f"+search={search}", *SMALL, "seed=5", f"out={out}", cwd=here)
