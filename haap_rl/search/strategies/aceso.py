@@ -45,17 +45,21 @@ class Aceso:
         self.devices, self.hops = one_type.one_of(where, devices), positive_int(where, "hops", hops)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
+        views = one_type.views(objective, self.devices)
         starts = [
             (view, start)
-            for view in one_type.views(objective, self.devices)
+            for view in views
             for p in range(1, view.space.max_stages + 1)
             if (start := even_start(view.space, p)) is not None
         ]
-        for i, (view, start) in enumerate(starts):
-            descent = Descent(view, self.hops, until=(i + 1) / len(starts))
-            descent.run(start)
-            if not view.exact:
-                view.run(descent.ranked())
+        try:
+            for i, (view, start) in enumerate(starts):
+                descent = Descent(view, self.hops, until=(i + 1) / len(starts))
+                descent.run(start)
+                if not view.exact:
+                    view.run(descent.ranked())
+        finally:
+            one_type.note_best(objective, {view.groups: view.best_s for view in views})
 
 
 class Descent:

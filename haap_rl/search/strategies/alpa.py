@@ -43,8 +43,9 @@ class Alpa:
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         solves = states = 0
+        views = one_type.views(objective, self.devices)
         try:
-            for view in one_type.views(objective, self.devices):
+            for view in views:
                 for m in view.space.num_microbatches:
                     for mode in modes(view.space):
                         program = InterOperator(objective, view.space, m, mode)
@@ -53,6 +54,7 @@ class Alpa:
                         if best is not None:
                             view.run([program.genome(best)])
         finally:
+            one_type.note_best(objective, {view.groups: view.best_s for view in views})
             objective.note(f"Alpa's dynamic program: {solves:,} solves, {states:,} states")
 
 

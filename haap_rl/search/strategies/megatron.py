@@ -13,7 +13,6 @@ interleaved, and a stage stays on one device group. Deterministic: it ends when 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,20 +33,26 @@ class Megatron:
         self.devices = one_type.one_of("search=megatron", devices)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        space = objective.space
-        every, part = tuple(range(len(space.num_devices))), one_type.largest_part(space)
-        whole = part if self.devices == "part" else every
-        parts = () if self.devices == "all" and part != every else part
-        genomes = [genome for m in space.num_microbatches for genome in uniform_genomes(space, m, whole, parts)]
+        space, largest = objective.space, one_type.largest_part(objective.space)
+        grids = {
+            part: [
+                genome for m in space.num_microbatches for genome in uniform_genomes(space, m, part, part == largest)
+            ]
+            for part in one_type.parts(space, self.devices)
+        }
+        genomes = list(dict.fromkeys(itertools.chain.from_iterable(grids.values())))
         if genomes:
-            objective.many(space.encode(genomes))
+            prices = objective.many(space.encode(genomes))
+            times = dict(zip(genomes, np.where(prices.bytes_missing, np.inf, prices.iteration_s).tolist(), strict=True))
+            best_s = {part: min((times[genome] for genome in grid), default=np.inf) for part, grid in grids.items()}
+            one_type.note_best(objective, best_s)
 
 
-def uniform_genomes(space: Space, m: int, whole: Sequence[int], part: Sequence[int]) -> list[Genome]:
-    """Every uniform genome at `m` micro-batches, in a fixed order.
+def uniform_genomes(space: Space, m: int, groups: tuple[int, ...], fewer: bool) -> list[Genome]:
+    """Every uniform genome at `m` micro-batches on some device groups (indices), in a fixed order.
 
-    whole   device groups (indices) of which each has as many stages as it has devices for, in either order
-    part    device groups of which any number of stages is tried, on each by itself
+    Each group has as many stages as it has devices for, the groups in either order. fewer: and any number of stages on
+    each group by itself, which leaves the other devices idle.
     """
     samples = space.problem.global_batch_size // m
     shapes = dict.fromkeys((option.tp, option.dp, option.recompute) for option in space.options)
@@ -59,9 +64,9 @@ def uniform_genomes(space: Space, m: int, whole: Sequence[int], part: Sequence[i
         for group, devices in enumerate(space.num_devices):
             k = space.option_index.get(Option(group, tp, dp, recompute))
             longest[group] = () if k is None else (k,) * (devices // (tp * dp))
-        for order in (whole, whole[::-1]):
+        for order in (groups, groups[::-1]):
             sequences[tuple(itertools.chain.from_iterable(longest[group] for group in order))] = None
-        for group in part:
+        for group in groups if fewer else ():
             sequences.update(dict.fromkeys(longest[group][:n] for n in range(1, len(longest[group]) + 1)))
     return [
         Genome(m, options, even_layers(space.num_layers, len(options)))

@@ -7,8 +7,9 @@ Megatron-LM, Alpa and Aceso know one type. On a mixed cluster their users do one
     part   take the largest part of one device type alone and leave the rest idle; the largest by speed, layers per
            second of all its devices, for that is why one would leave devices idle
 
-null tries both, and the better is reported. On one device type the two are the same and are tried once. A plan made for
-the cluster believed in is then put on the real devices in the order of the cluster's groups, and priced there.
+null tries both: the better is the result, and a note says what either takes. On one device type the two are the same
+and are tried once. A plan made for the cluster believed in is then put on the real devices in the order of the
+cluster's groups, and priced there.
 
 Deviations that hold for all three: a stage stays on one device group, as the declared space has it, so devices that a
 group has beyond a multiple of the stage's are idle; nodes believed in are as large as all nodes can be (the greatest
@@ -18,7 +19,7 @@ common divisor of their sizes), since a device group has equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from haap_rl.cost.estimator import UnitKey
@@ -40,12 +41,26 @@ def one_of(where: str, devices: object) -> str | None:
     return devices
 
 
-def views(objective: Objective, devices: str | None) -> list[View]:
-    """The clusters to plan for: one, or both ways where `devices` is None and they differ."""
-    space = objective.space
+def parts(space: Space, devices: str | None) -> list[tuple[int, ...]]:
+    """The device groups (indices) to plan for: one such part, or both where `devices` is None and they differ."""
     chosen = {"part": largest_part(space), "all": tuple(range(len(space.num_devices)))}
-    wanted = DEVICES if devices is None else (devices,)
-    return [View(objective, groups) for groups in dict.fromkeys(chosen[name] for name in wanted)]
+    return list(dict.fromkeys(chosen[name] for name in (DEVICES if devices is None else (devices,))))
+
+
+def views(objective: Objective, devices: str | None) -> list[View]:
+    """The clusters to plan for, as a strategy of one device type sees them."""
+    return [View(objective, groups) for groups in parts(objective.space, devices)]
+
+
+def note_best(objective: Objective, best_s: Mapping[tuple[int, ...], float]) -> None:
+    """Say what the best plan takes on each part of the cluster (device groups), if several were tried."""
+    groups = objective.space.problem.cluster.groups
+    found = [
+        f"on {' + '.join(groups[g].name for g in part)} {f'{seconds:.4f} s' if seconds < math.inf else 'no plan fits'}"
+        for part, seconds in best_s.items()
+    ]
+    if len(found) > 1:
+        objective.note(f"one device type at a time: {', '.join(found)}")
 
 
 def largest_part(space: Space) -> tuple[int, ...]:
@@ -102,11 +117,12 @@ class View:
 
     space   the declared space on the cluster believed in; plans of a strategy are genomes of it
     exact   whether it is as believed: one device group alone
+    best_s  seconds of the best plan that was priced on the real devices and fits; infinity before there is one
     """
 
     def __init__(self, objective: Objective, groups: tuple[int, ...]) -> None:
         self.objective, self.groups = objective, groups
-        self.exact = len(groups) == 1
+        self.exact, self.best_s = len(groups) == 1, math.inf
         self._belief = Objective(
             believed(objective.space, groups),
             space=objective.space.spec,
@@ -149,8 +165,7 @@ class View:
             if placed is None:
                 continue
             tries += 1
-            prices = self.objective.many(self.objective.space.encode([placed]))
-            if not prices.bytes_missing[0]:
+            if not self._real([placed]).bytes_missing[0]:
                 return True
             if tries == TRIES:
                 break
@@ -159,7 +174,7 @@ class View:
     def price(self, genomes: Sequence[Genome]) -> Prices:
         """Prices as believed, counted; where the view is not exact, of so many as leave one evaluation to `run`."""
         if self.exact:
-            return self.objective.many(self.objective.space.encode([self._surely(genome) for genome in genomes]))
+            return self._real([self._surely(genome) for genome in genomes])
         self.objective.check_seconds()
         allowed = len(genomes) if self.objective.remaining is None else min(len(genomes), self.objective.remaining - 1)
         prices = self._belief.many(self.space.encode(genomes[: max(0, allowed)]))
@@ -168,7 +183,7 @@ class View:
 
     def explain(self, genome: Genome) -> Explained | None:
         """The price of one plan as believed with what it is made of, counted; None where only `run` may count yet."""
-        if self.exact:
+        if self.exact:  # it was priced before
             return self.objective.explain(self.objective.space.encode([self._surely(genome)])[0])
         self.objective.check_seconds()
         if self.objective.remaining is not None and self.objective.remaining <= 1:
@@ -176,6 +191,13 @@ class View:
         explained = self._belief.explain(self.space.encode([genome])[0])
         self._account(1)
         return explained
+
+    def _real(self, genomes: Sequence[Genome]) -> Prices:
+        """Prices of plans of the real space."""
+        prices = self.objective.many(self.objective.space.encode(genomes))
+        fitting = prices.iteration_s[prices.bytes_missing == 0]
+        self.best_s = min(self.best_s, float(fitting.min(initial=math.inf)))
+        return prices
 
     def _surely(self, genome: Genome) -> Genome:
         placed = self.placed(genome)

@@ -138,6 +138,9 @@ def test_on_a_mixed_cluster_they_differ_and_null_reports_the_better(name):
     assert used == [{"fast", "slow"}, {"fast"}]
     assert every.plan != part.plan
     assert both.estimate.iteration_s == min(every.estimate.iteration_s, part.estimate.iteration_s)
+    times = f"on fast {part.estimate.iteration_s:.4f} s, on fast + slow {every.estimate.iteration_s:.4f} s"
+    assert f"one device type at a time: {times}" in both.notes
+    assert not [note for note in part.notes if "at a time" in note]
 
 
 @pytest.mark.parametrize("name", ONE_TYPE)
