@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from haap_rl.cost.estimator import FIRST, LAST
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
 from haap_rl.search.strategies import one_type
-from haap_rl.search.strategies.stages import Solved, modes, squeeze
+from haap_rl.search.strategies.stages import Solved, modes, note_if_nothing, squeeze
 from haap_rl.space.space import Genome, Space
 
 
@@ -53,9 +54,19 @@ class Alpa:
                         solves, states = solves + passes, states + program.states
                         if best is not None:
                             view.run([program.genome(best)])
+            note_if_nothing(objective, "Alpa")
         finally:
             one_type.note_best(objective, {view.groups: view.best_s for view in views})
             objective.note(f"Alpa's dynamic program: {solves:,} solves, {states:,} states")
+
+
+class Submesh(NamedTuple):
+    """A stage as the tables know it: the s-th from the end, on submesh c, with so many layers."""
+
+    foremost: bool
+    s: int
+    c: int
+    layers: int
 
 
 class InterOperator:
@@ -106,19 +117,19 @@ class InterOperator:
             seconds[c], options[c] = here[fastest, layers], each[fastest]
         return seconds, options
 
-    def solve(self, limit_s: float) -> Solved | None:
-        """The least sum of stage times with none above the limit; its choice is (foremost, s, c, layers) per stage."""
+    def solve(self, limit_s: float) -> Solved[list[Submesh]] | None:
+        """The stages, front to back, with the least sum of times and none above the limit; None if there are none."""
         self.objective.check_seconds()
         layers, devices = self.space.num_layers, self.num_devices
         least = [np.full((layers + 1, devices + 1), math.inf)]  # [s][layers, devices] of the last s stages
         least[0][0, 0] = 0.0
-        best_s, last = math.inf, (0, 0, 0)
+        best_s, foremost = math.inf, Submesh(True, 0, 0, 0)
         for s in range(1, self.space.max_stages + 1):
             before = least[s - 1]
             for c, n, seconds in self._within(self.front[s], limit_s):
                 total_s = seconds + before[layers - n, devices - self.sizes[c]]
                 if total_s < best_s:
-                    best_s, last = float(total_s), (s, c, n)
+                    best_s, foremost = float(total_s), Submesh(True, s, c, n)
             here = np.full_like(before, math.inf)
             for c, n, seconds in self._within(self.inner[s], limit_s):
                 size = self.sizes[c]
@@ -131,7 +142,7 @@ class InterOperator:
                 break
         if best_s == math.inf:
             return None
-        stages = self._traced(least, last, limit_s)
+        stages = self._traced(least, foremost, limit_s)
         return Solved(best_s, max(self._seconds(stage) for stage in stages), stages)
 
     def _within(self, table: npt.NDArray[np.float64], limit_s: float) -> Iterator[tuple[int, int, float]]:
@@ -140,32 +151,26 @@ class InterOperator:
             if self.sizes[c] <= self.num_devices:
                 yield int(c), int(n), float(table[c, n])
 
-    def _seconds(self, stage: tuple[bool, int, int, int]) -> float:
-        foremost, s, c, n = stage
-        return float((self.front if foremost else self.inner)[s][c, n])
+    def _seconds(self, stage: Submesh) -> float:
+        return float((self.front if stage.foremost else self.inner)[stage.s][stage.c, stage.layers])
 
-    def _traced(
-        self, least: list[npt.NDArray[np.float64]], last: tuple[int, int, int], limit_s: float
-    ) -> list[tuple[bool, int, int, int]]:
-        """The stages, front to back, behind the sum that ends with `last` = (s, c, layers)."""
-        s, c, n = last
-        stages = [(True, s, c, n)]
-        layers, devices = self.space.num_layers - n, self.num_devices - self.sizes[c]
-        while s > 1:
-            s -= 1
-            c, n = next(
-                (c, n)
+    def _traced(self, least: list[npt.NDArray[np.float64]], foremost: Submesh, limit_s: float) -> list[Submesh]:
+        """The stages, front to back, behind the least sum with this foremost one."""
+        stages = [foremost]
+        layers, devices = self.space.num_layers - foremost.layers, self.num_devices - self.sizes[foremost.c]
+        for s in range(foremost.s - 1, 0, -1):
+            stage = next(
+                Submesh(False, s, c, n)
                 for c, n, seconds in self._within(self.inner[s], limit_s)
                 if n <= layers
                 and self.sizes[c] <= devices
                 and least[s - 1][layers - n, devices - self.sizes[c]] + seconds == least[s][layers, devices]
             )
-            stages.append((False, s, c, n))
-            layers, devices = layers - n, devices - self.sizes[c]
+            stages.append(stage)
+            layers, devices = layers - stage.layers, devices - self.sizes[stage.c]
         return stages
 
-    def genome(self, solved: Solved) -> Genome:
+    def genome(self, solved: Solved[list[Submesh]]) -> Genome:
         """The plan of a solution, in the space of the view."""
-        stages: list[tuple[bool, int, int, int]] = solved.choice  # type: ignore[assignment]
-        options = tuple(int(self.options[foremost, s][c, n]) for foremost, s, c, n in stages)
-        return Genome(self.m, options, tuple(n for *_, n in stages))
+        options = tuple(int(self.options[stage.foremost, stage.s][stage.c, stage.layers]) for stage in solved.choice)
+        return Genome(self.m, options, tuple(stage.layers for stage in solved.choice))

@@ -24,7 +24,7 @@ import numpy as np
 from haap_rl.problem.errors import positive_int
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
-from haap_rl.search.strategies.stages import modes, send_s, sync_s
+from haap_rl.search.strategies.stages import modes, note_if_nothing, send_s, sync_s
 from haap_rl.space import moves
 from haap_rl.space.balance import water_fill
 from haap_rl.space.options import Option
@@ -46,6 +46,7 @@ class AMP:
             ran += self.runs(objective, genome)
             if ran == self.trials:
                 return
+        note_if_nothing(objective, "AMP")
 
     @staticmethod
     def runs(objective: Objective, genome: Genome) -> bool:

@@ -25,7 +25,7 @@ import numpy as np
 from haap_rl.problem.errors import positive_float
 from haap_rl.problem.plan import Problem
 from haap_rl.search.base import Objective
-from haap_rl.search.strategies.stages import modes
+from haap_rl.search.strategies.stages import modes, note_if_nothing
 from haap_rl.space.balance import water_fill
 from haap_rl.space.moves import scaled
 from haap_rl.space.options import Option
@@ -52,6 +52,7 @@ class Metis:
                     genomes = [genome for m in space.num_microbatches for genome in plans(space, m, stages)]
                     if genomes:
                         objective.many(space.encode(genomes))
+        note_if_nothing(objective, "Metis")
 
 
 def device_groups(space: Space, order: Sequence[int], p: int, variance: float) -> Iterator[Stages]:

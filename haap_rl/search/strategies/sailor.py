@@ -16,7 +16,6 @@ ends when every combination is planned and priced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,12 +51,7 @@ class Sailor:
             objective.note(f"Sailor's dynamic program: {solves:,} solves, {states:,} states")
 
 
-class Placed(NamedTuple):
-    """Stages placed so far: seconds summed, the slowest stage, and the option of each."""
-
-    total_s: float
-    slowest_s: float
-    options: tuple[int, ...]
+Placed = Solved[tuple[int, ...]]  # stages placed so far, the option of each
 
 
 class Regions:
@@ -90,10 +84,10 @@ class Regions:
                 break
         return found
 
-    def solve(self, limit_s: float) -> Solved | None:
+    def solve(self, limit_s: float) -> Placed | None:
         """The places with the least sum of stage times and sends, with no stage slower than the limit."""
         space = self.space
-        reached: dict[tuple[int, tuple[int, ...]], Placed] = {(-1, space.num_devices): Placed(0.0, 0.0, ())}
+        reached: dict[tuple[int, tuple[int, ...]], Placed] = {(-1, space.num_devices): Solved(0.0, 0.0, ())}
         for choices in self.choices:
             here: dict[tuple[int, tuple[int, ...]], Placed] = {}
             for (_, left), before in reached.items():
@@ -102,21 +96,19 @@ class Regions:
                     rest = left[option.group] - option.num_devices
                     if seconds > limit_s or rest < 0:
                         continue
-                    total_s = before.total_s + seconds + self._sends_s(before.options[-1:], k)
+                    total_s = before.total_s + seconds + self._sends_s(before.choice[-1:], k)
                     key = option.group, (*left[: option.group], rest, *left[option.group + 1 :])
                     known = here.get(key)
                     if known is None or total_s < known.total_s:
-                        here[key] = Placed(total_s, max(before.slowest_s, seconds), (*before.options, k))
+                        here[key] = Solved(total_s, max(before.slowest_s, seconds), (*before.choice, k))
             reached = here
             self.states += len(here)
-        best = min(reached.values(), key=lambda placed: placed.total_s, default=None)
-        return None if best is None else Solved(best.total_s, best.slowest_s, best.options)
+        return min(reached.values(), key=lambda placed: placed.total_s, default=None)
 
     def _sends_s(self, before: Sequence[int], k: int) -> float:
         """Seconds of both directions of the boundary in front of a stage; none in front of the first."""
         return sum(2 * send_s(self.space, self.m, sender, k) for sender in before)
 
-    def genome(self, solved: Solved) -> Genome:
+    def genome(self, placed: Placed) -> Genome:
         """The plan of a solution."""
-        options: tuple[int, ...] = solved.choice  # type: ignore[assignment]
-        return Genome(self.m, options, self.layers)
+        return Genome(self.m, placed.choice, self.layers)

@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from haap_rl.cost.estimator import BoundaryKey, ReplicaKey, StageKey
 from haap_rl.problem.plan import RECOMPUTE_MODES
+from haap_rl.search.base import Objective
 from haap_rl.space.options import SEQUENCE_PARALLEL
 from haap_rl.space.space import Space
 
+Choice = TypeVar("Choice")
 
-class Solved(NamedTuple):
-    """What a dynamic program found: stage seconds summed, those of the slowest stage, and whatever says which plan."""
+
+class Solved(NamedTuple, Generic[Choice]):
+    """What a dynamic program found: stage seconds summed, those of the slowest stage, and what says which plan."""
 
     total_s: float
     slowest_s: float
-    choice: object
+    choice: Choice
 
 
-def squeeze(solve: Callable[[float], Solved | None], m: int) -> tuple[Solved | None, int]:
+def squeeze(solve: Callable[[float], Solved[Choice] | None], m: int) -> tuple[Solved[Choice] | None, int]:
     """(the choice that makes total + (m-1) slowest least, how often `solve` was called); None if nothing is possible.
 
     solve: the least total of the choices with no stage slower than a limit. The papers enumerate every limit t_max
     upwards; downwards few are left. What is slower at its slowest stage than a choice found has no smaller total, so
     the next limit is just below that stage, and below (best - total) / (m-1), beyond which nothing can be better.
     """
-    best, best_s, limit_s, solves = None, math.inf, math.inf, 0
+    best: Solved[Choice] | None = None
+    best_s, limit_s, solves = math.inf, math.inf, 0
     while True:
         found = solve(limit_s)
         solves += 1
@@ -42,6 +46,13 @@ def squeeze(solve: Callable[[float], Solved | None], m: int) -> tuple[Solved | N
         if m == 1:
             return best, solves
         limit_s = min(math.nextafter(found.slowest_s, 0.0), (best_s - found.total_s) / (m - 1))
+
+
+def note_if_nothing(objective: Objective, name: str) -> None:
+    """Say why a strategy that gives work to every device has tried nothing, if so it is."""
+    if not objective.evaluations:
+        most = objective.space.max_stages
+        objective.note(f"{name} uses every device it has a stage for, and no such plan here has at most {most} stages")
 
 
 def modes(space: Space) -> list[str]:

@@ -149,6 +149,14 @@ def test_another_way_is_refused(name):
         load_searcher(name, {"devices": "most"})
 
 
+@pytest.mark.parametrize("name", ["alpa", "amp", "metis"])
+def test_where_some_device_must_stay_idle_they_say_that_they_know_no_plan(name):
+    spec = SpaceSpec(num_microbatches=(2, 4), max_stages=2, max_tp=1, group_sizes=(1,), recompute=("none",))
+    result = run_search(load_searcher(name), mixed(), Budget(evaluations=100), space=spec)
+    assert result.evaluations == 0
+    assert any("uses every device" in note and "at most 2 stages" in note for note in result.notes)
+
+
 def test_the_cluster_believed_in_keeps_its_name():
     assert isinstance(seen(mixed(), "all")[0].space.problem.cluster, Cluster)
     assert seen(mixed(), "all")[0].space.problem.cluster.name == "test"
