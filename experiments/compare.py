@@ -4,8 +4,9 @@
     python -m experiments.compare out=/tmp/try quick=true      a few seconds, to see that it works
 
 Methods: every searcher of conf/search/ with its settings there, and `legal_moves`, uniformly random legal moves in
-PPO's environment. Settings were chosen on TUNING_SEEDS and are reported on REPORT_SEEDS, which nothing was tuned on
-(seeds 0-9 were reported once, before `autohaap.starts` went from 10 to 100).
+PPO's environment; not `replay`, which has no plan of its own, and not how others choose, which draws nothing
+(`search_quality` has those). Settings were chosen on TUNING_SEEDS and are reported on REPORT_SEEDS, which nothing was
+tuned on (seeds 0-9 were reported once, before `autohaap.starts` went from 10 to 100).
 Each run is one file under out/runs/, so an interrupted comparison goes on where it stopped. Written at the end:
 runs.csv (one row per run), summary.json, table.md, curves.png.
 """
@@ -24,6 +25,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from experiments.search_quality import STRATEGIES
 from experiments.stored import stored
 from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
@@ -274,7 +276,8 @@ def compare(options: dict[str, Any]) -> int:
         raise InputError(f"compare: evaluations={options['evaluations']} must be at least 4, one per quarter")
     if options["quick"]:
         options = {**options, "evaluations": 200, "seeds": 2}
-    cached, uncached = run_all(options, [*names("search"), LEGAL_MOVES], out)
+    methods = [name for name in names("search") if name not in ("replay", *STRATEGIES)]
+    cached, uncached = run_all(options, [*methods, LEGAL_MOVES], out)
     summary = summarise(cached, uncached)
     columns = [key for key in next(iter(cached.values()))[0] if key != "trace"]
     rows = io.StringIO()

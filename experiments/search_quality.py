@@ -2,6 +2,7 @@
 
     python -m experiments.search_quality out=results/search_quality     about an hour on one core, most of it PPO
     python -m experiments.search_quality out=/tmp/try quick=true        half a minute, to see that it works
+    python -m experiments.search_quality out=results/others searchers=megatron,alpa,aceso,amp,metis,sailor
 
 Gap = best iteration time so far / best plan known of the instance - 1; the certificate's own width is printed beside
 (`experiments/suite.py`). Settings are those of conf/search/; they were chosen on `suite.TUNING`, seeds 1000 and up,
@@ -38,6 +39,7 @@ from haap_rl.tracking.record import to_json_text, write_files
 Floats = npt.NDArray[np.float64]
 BUDGETS = (100, 1000, 10_000, 100_000)
 SEARCHERS = ("random", "annealing", "ga", "autohaap", "ppo", "megatron")  # exact is the measure
+STRATEGIES = ("megatron", "alpa", "aceso", "amp", "metis", "sailor")  # of others; they draw nothing: one seed
 MOST = {"ppo": 1000}  # evaluations of a searcher that is too slow for more: its policy costs more than its plans
 OPTIMAL = 1e-6  # relative: what counts as the optimum
 RESAMPLES = 2000
@@ -69,7 +71,7 @@ def run_all(names: Sequence[str], seeds: int, instances: Sequence[suite.Certifie
         found[name] = []
         for number, certified in enumerate(instances):
             runs = []
-            for seed in range(seeds if name != "megatron" else 1):  # which draws nothing
+            for seed in range(1 if name in STRATEGIES else seeds):
                 path = folder / f"{name}-{number:02d}-{seed}.json"
                 key = {**settings, "instance": certified.instance.name}
                 runs.append(stored(path, key, partial(run_once, name, certified, evaluations, seed)))
@@ -278,9 +280,10 @@ def compare(options: dict[str, Any]) -> int:
     out = Path(str(options["out"]))
     seeds = positive_int("search_quality", "seeds", options["seeds"])
     names = [name.strip() for name in str(options["searchers"]).split(",")]
-    unknown = [name for name in names if name not in SEARCHERS]
+    known = list(dict.fromkeys(SEARCHERS + STRATEGIES))
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise InputError(f"search_quality: searchers: {unknown[0]!r} is not one of {', '.join(SEARCHERS)}")
+        raise InputError(f"search_quality: searchers: {unknown[0]!r} is not one of {', '.join(known)}")
     instances = suite.certified()
     most = BUDGETS[-1]
     if yes_or_no("search_quality", "quick", options["quick"]):

@@ -116,6 +116,22 @@ def plan(*stages, m=8, **settings):
     return Plan(tuple(stages), m, **settings)
 
 
+def set_tables(space, m, layer_s, embedding_s=0, head_s=0, most=None):
+    """Whole seconds and layers for a test's arithmetic, in place of what the estimator says at `m` micro-batches.
+
+    layer_s(option): seconds of one layer. most(option, s): layers that fit s-th from the end; all of them if None.
+    """
+    tables = space.tables(m)
+    for k, option in enumerate(space.options):
+        if space.sizes(m, k) is None:
+            continue
+        tables.forward_s[k], tables.backward_s[k] = (embedding_s, layer_s(option), head_s), 0.0
+        for s in range(1, tables.max_stages + 1):
+            tables.max_layers[k, :, s] = space.num_layers if most is None else most(option, s)
+    tables.embedding_s, tables.layer_s, tables.head_s = (tables.forward_s + tables.backward_s).T.tolist()
+    tables._caps = tables.max_layers.tolist()
+
+
 def random_plans(target, count, seed=0):
     """Random legal plans on every group of `target`: mixed stages, every ZeRO stage and interleaving included."""
     rng = np.random.default_rng(seed)

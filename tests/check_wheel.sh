@@ -20,7 +20,7 @@ cd "$work/empty"
 run="$work/venv/bin/python -m haap_rl.train"
 small="model=gpt3_1_3b cluster=v100x4_t4x4 budget.evaluations=100"
 
-for search in random autohaap ga annealing ppo exact; do
+for search in random autohaap ga annealing ppo exact megatron alpa aceso amp metis sailor; do
   $run "+search=$search" $small "out=runs/$search" > "$search.log"
   test -s "runs/$search/result.json" && test -s "runs/$search/plan.json" && test -s "runs/$search/trace.csv"
 done
@@ -30,6 +30,7 @@ $run -m search=ga,random seed=0,1 $small hydra.sweep.dir=runs/sweep > sweep.log
 test "$(find runs/sweep -name result.json | wc -l)" = 4
 $run -m +search=random seed=0,1 $small tracking=wandb tracking.mode=offline hydra.sweep.dir=runs/wandb > wandb.log
 test "$(find runs/wandb -name '*.wandb' | wc -l)" = 2
+$run +search=replay search.plan=runs/ga/plan.json $small out=runs/replay > replay.log
 "$work/venv/bin/python" -m haap_rl.estimate plan=runs/ga/plan.json model=gpt3_1_3b cluster=v100x4_t4x4 > estimate.log
 "$work/venv/bin/python" -c 'import gymnasium; gymnasium.make("haap_envs:haap_rl/Partition-v0").reset(seed=0)'
 "$work/venv/bin/python" -m haap_rl.profile out=profile.json model=gpt3_350m model.hidden=64 model.heads=4 model.kv_heads=4 \

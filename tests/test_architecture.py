@@ -70,7 +70,7 @@ def test_only_the_profile_command_measures_and_measuring_needs_only_problem_and_
 
 
 def test_no_searcher_keeps_a_clock_or_a_log():
-    for path in (ROOT / "haap_rl" / "search").glob("*.py"):
+    for path in (ROOT / "haap_rl" / "search").rglob("*.py"):
         if path.name not in ("base.py", "__init__.py"):
             assert not {"time", "logging"} & {name.split(".")[0] for name in imports(path)}, path
 

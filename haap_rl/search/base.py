@@ -570,7 +570,11 @@ def run_search(
         operator_evaluations_avoided_per_plan=max(0, estimator.operators_distinct - estimator.operators_computed),
         wall_time_s=objective.trace[-1].seconds,
         lower_bound_s=objective.lower_bound_s,
-        proven_optimal=best is not None and best[1].iteration_s <= objective.lower_bound_s * (1 + OPTIMAL_WITHIN),
+        proven_optimal=(
+            best is not None
+            and best[1].iteration_s <= objective.lower_bound_s * (1 + OPTIMAL_WITHIN)
+            and not outside(objective.space, best[0])
+        ),
         stopped_by=stopped_by,
         reason=reason,
         seed=seed,
@@ -580,6 +584,19 @@ def run_search(
         notes=tuple(objective.notes),
         profile_gaps=estimator.gaps(best[0]) if best else (),
     )
+
+
+def outside(space: Space, plan: Plan) -> str:
+    """Why a plan lies outside the declared space, of which alone a bound speaks; empty if it does not."""
+    if plan.num_microbatches not in space.num_microbatches:
+        return f"num_microbatches={plan.num_microbatches} is none of {list(space.num_microbatches)}"
+    if len(plan.stages) > space.max_stages:
+        return f"it has {len(plan.stages)} stages, the space at most {space.max_stages}"
+    try:
+        genome = space.genome(plan)
+    except InputError as error:
+        return str(error).removeprefix("space: ")
+    return "" if space.plan(genome) == plan else "it differs from the space's plan in sequence_parallel"
 
 
 def _artifacts(searcher: Searcher) -> dict[str, bytes]:
@@ -594,9 +611,9 @@ def _artifacts(searcher: Searcher) -> dict[str, bytes]:
 def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Searcher:
     """The searcher called `name`, built with `parameters`; its module is imported only now.
 
-    It is the class of the module `haap_rl.search.<name>`, or else what an installed package offers under that name in
-    the entry point group `haap_rl.searchers`. Raises InputError for an unknown name or parameter, and for an entry
-    point that does not lead to a searcher.
+    It is the class of the module `haap_rl.search.<name>` or `haap_rl.search.strategies.<name>`, or else what an
+    installed package offers under that name in the entry point group `haap_rl.searchers`. Raises InputError for an
+    unknown name or parameter, and for an entry point that does not lead to a searcher.
     """
     searcher_class = _own_class(name) or _installed_class(name)
     if parameters is not None:
@@ -608,11 +625,13 @@ def load_searcher(name: str, parameters: Mapping[str, Any] | None = None) -> Sea
 
 def _own_class(name: str) -> Any:
     """The one class with a search method in our module `name`; None where there is no such module."""
-    if not name.isidentifier() or name in ("base", "__init__"):
+    if not name.isidentifier() or name in ("base", "strategies", "__init__"):
         return None
-    if importlib.util.find_spec(f"haap_rl.search.{name}") is None:
+    places = [f"haap_rl.search.{name}", f"haap_rl.search.strategies.{name}"]
+    place = next((place for place in places if importlib.util.find_spec(place) is not None), None)
+    if place is None:
         return None
-    module = importlib.import_module(f"haap_rl.search.{name}")
+    module = importlib.import_module(place)
     found = [
         kind
         for kind in vars(module).values()

@@ -16,6 +16,8 @@ from haap_rl.problem.presets import load_problem, names
 from haap_rl.train import main
 
 SMALL = ["model=gpt3_350m", "cluster=v100x4_t4x4", "budget.evaluations=120"]
+# where each searcher has processes of its own: replay has no plan yet; the others draw nothing, as megatron and aceso
+PASSED_OVER = ("replay", "alpa", "amp", "metis", "sailor")
 
 
 def command(*arguments, **settings):
@@ -103,7 +105,7 @@ def without_seconds(record):
     ]
 
 
-@pytest.mark.parametrize("search", names("search"))
+@pytest.mark.parametrize("search", [name for name in names("search") if name not in PASSED_OVER])
 def test_same_seed_in_two_processes_same_trace(here, search):
     for out in ("one", "two"):
         finished = command(f"+search={search}", *SMALL, "seed=5", f"out={out}", cwd=here)

@@ -24,7 +24,8 @@ from tests.builders import group, problem, room
 from tests.space.enumerate_plans import every_plan
 
 INSTALLED = {path.stem: path for path in documented_searcher.own_searchers_yaml()}
-SEARCHERS = list(dict.fromkeys([*names("search"), documented_searcher.NAME, *INSTALLED]))
+REPLAY = "replay"  # prices the one plan of a file and has none of its own: see test_replay.py
+SEARCHERS = [name for name in dict.fromkeys([*names("search"), documented_searcher.NAME, *INSTALLED]) if name != REPLAY]
 SPEC = SpaceSpec(num_microbatches=(2, 4), max_stages=3, max_tp=2, group_sizes=(1, 2), recompute=("none", "full"))
 BUDGET = Budget(evaluations=200)
 
@@ -79,7 +80,7 @@ def test_there_are_the_searchers_of_the_paper():
     assert {"autohaap", "ga", "ppo", "random"} <= set(SEARCHERS)
 
 
-@pytest.mark.parametrize("name", SEARCHERS)
+@pytest.mark.parametrize("name", [*SEARCHERS, REPLAY])
 def test_yaml_lists_every_parameter_with_its_default(name):
     constructor = inspect.signature(type(load_searcher(name))).parameters
     listed = {key: value for key, value in settings(name).items() if key != "name"}
@@ -138,8 +139,11 @@ def test_cached_and_uncached_runs_are_equal_but_for_the_operator_columns(run):
 
     assert without_operators(plain.trace) == without_operators(result.trace)
     assert plain.operator_evaluations_avoided == 0
-    assert plain.operator_evaluations > 10 * result.operator_evaluations
-    assert result.operator_evaluations_avoided > result.operator_evaluations_avoided_per_plan > 0
+    # the tables cost as much as some ten plans, which a search of few plans hardly gets back
+    many = result.evaluations >= 50
+    assert plain.operator_evaluations > (10 if many else 1) * result.operator_evaluations
+    avoided, per_plan = result.operator_evaluations_avoided, result.operator_evaluations_avoided_per_plan
+    assert avoided > per_plan > 0 if many else avoided >= per_plan >= 0
 
 
 def test_artifacts_are_plain_files_and_no_part_of_equality(run):
@@ -291,7 +295,7 @@ def test_a_bad_budget_is_refused(values):
 
 
 @pytest.mark.parametrize(("name", "parameters", "words"), [
-    ("nope", {}, ["'nope'"]), ("base", {}, ["'base'"]), ("../x", {}, ["../x"]),
+    ("nope", {}, ["'nope'"]), ("base", {}, ["'base'"]), ("strategies", {}, ["'strategies'"]), ("../x", {}, ["../x"]),
     ("ga", {"populaton": 3}, ["'populaton'", "population"]),
 ])  # fmt: skip
 def test_an_unknown_searcher_or_parameter_is_refused(name, parameters, words):
