@@ -174,6 +174,8 @@ BAD = [
     (["search=ga", "search.population=0"], ["search=ga", "population=0"]),
     (["search=ga", "search.crossover=nan"], ["crossover=nan", "between 0 and 1"]),
     (["search=annealing", "search.start=0"], ["start=0"]),
+    (["search=alpa", "search.devices=most"], ["search=alpa", "devices='most'", "part, all"]),
+    (["search=aceso", "search.hops=0"], ["search=aceso", "hops=0"]),
     (["search=autohaap", "search.starts=abc"], ["starts='abc'"]),
     (["search=exact", "search.heuristic=-1"], ["heuristic=-1"]),
     (["search=ppo", "search.num_envs=0"], ["num_envs=0"]),

@@ -135,7 +135,8 @@ def test_exact_proves_the_optimum_of_a_real_case_and_nobody_beats_it():
     exact = run_search(Exact(), target, Budget(evaluations=5000), seed=0)
     assert exact.proven_optimal
     assert exact.gap_to_lower_bound == pytest.approx(0, abs=1e-9)
-    for name in ("autohaap", "ga", "annealing", "random", "megatron"):
+    others = ("megatron", "alpa", "aceso", "amp", "metis", "sailor")
+    for name in ("autohaap", "ga", "annealing", "random", *others):
         other = run_search(load_searcher(name), target, Budget(evaluations=1000), seed=1)
         assert other.estimate.iteration_s >= exact.estimate.iteration_s * (1 - 1e-12)
 

@@ -9,7 +9,7 @@ of the budget.
 
 Deviations: recomputation is chosen per stage, all of its layers or none as the declared space has it, where Aceso
 chooses per operator; tp and dp are one per stage, where Aceso may change them inside a stage; a start has even layers,
-devices as equal as powers of two allow, data parallelism and one sample per replica; what one step does is our reading
+devices as equal as powers of two allow, data parallelism and the most micro-batches; what one step does is our reading
 of the paper's primitives (`PRIMITIVES`). On a mixed cluster see `strategies.one_type`; evaluations of the cluster
 believed in count like any other. Deterministic: it ends when every descent has, or with the budget.
 """
@@ -30,6 +30,8 @@ from haap_rl.space import moves
 from haap_rl.space.space import Genome, Space
 
 Rank = tuple[bool, int, float]
+# (space, configuration, bottleneck stage, partners) -> the configurations after it
+Primitive = Callable[[Space, Genome, int, Sequence[int]], Iterator[Genome]]
 PARTNERS = 2  # stages, the least loaded ones, that layers go to and devices come from
 
 
@@ -116,8 +118,8 @@ class Descent:
 def even_start(space: Space, p: int) -> Genome | None:
     """Even layers on p stages of data parallelism that share the devices as equally as powers of two allow.
 
-    One sample per replica where the space has that many micro-batches, else the most it has, with tp for dp where a
-    micro-batch is too small for dp. None where there are too few devices or layers.
+    The most micro-batches that leave every replica a sample; where not even the fewest do, those, with tp for dp. None
+    where there are too few devices.
     """
     (devices,) = space.num_devices
     lightest = modes(space)[0]
@@ -129,15 +131,11 @@ def even_start(space: Space, p: int) -> Genome | None:
         if left >= shares[i] and any(option.num_devices == 2 * shares[i] for option in space.options):
             left -= shares[i]
             shares[i] *= 2
-    for m in reversed(space.num_microbatches):
-        options = [_data_parallel(space, share, lightest) for share in shares]
-        if m > space.num_microbatches[0] and any(space.sizes(m, k) is None for k in options):
-            continue
-        fitted = [moves.at_count(space, k, m) for k in options]
-        if None not in fitted:
-            layers = even_layers(space.num_layers, p)
-            return Genome(m, tuple(k for k in fitted if k is not None), layers)
-    return None
+    options = [_data_parallel(space, share, lightest) for share in shares]
+    counts = [m for m in space.num_microbatches if all(space.sizes(m, k) is not None for k in options)]
+    m = max(counts, default=space.num_microbatches[0])
+    fitted = tuple(k for k in (moves.at_count(space, k, m) for k in options) if k is not None)
+    return Genome(m, fitted, even_layers(space.num_layers, p)) if len(fitted) == p else None
 
 
 def _data_parallel(space: Space, devices: int, mode: str) -> int:
@@ -181,7 +179,7 @@ def _dec_op(space: Space, genome: Genome, stage: int, partners: Sequence[int]) -
             count *= 2
 
 
-def _inc_devices(tp: float, dp: float) -> Callable[[Space, Genome, int, Sequence[int]], Iterator[Genome]]:
+def _inc_devices(tp: float, dp: float) -> Primitive:
     """inc-tp or inc-dp: twice the devices, idle ones or those that a partner gives up by halving dp or tp."""
 
     def primitive(space: Space, genome: Genome, stage: int, partners: Sequence[int]) -> Iterator[Genome]:
@@ -195,7 +193,7 @@ def _inc_devices(tp: float, dp: float) -> Callable[[Space, Genome, int, Sequence
     return primitive
 
 
-def _exchange(tp: float, dp: float) -> Callable[[Space, Genome, int, Sequence[int]], Iterator[Genome]]:
+def _exchange(tp: float, dp: float) -> Primitive:
     """inc-tp with dec-dp, or the other way round, on the stage's own devices."""
 
     def primitive(space: Space, genome: Genome, stage: int, partners: Sequence[int]) -> Iterator[Genome]:
@@ -204,7 +202,7 @@ def _exchange(tp: float, dp: float) -> Callable[[Space, Genome, int, Sequence[in
     return primitive
 
 
-def _recompute(way: int) -> Callable[[Space, Genome, int, Sequence[int]], Iterator[Genome]]:
+def _recompute(way: int) -> Primitive:
     """inc-rc (1) or dec-rc (-1): the next heavier or lighter mode for the stage."""
 
     def primitive(space: Space, genome: Genome, stage: int, partners: Sequence[int]) -> Iterator[Genome]:
@@ -214,7 +212,7 @@ def _recompute(way: int) -> Callable[[Space, Genome, int, Sequence[int]], Iterat
     return primitive
 
 
-def _microbatch(factor: float) -> Callable[[Space, Genome, int, Sequence[int]], Iterator[Genome]]:
+def _microbatch(factor: float) -> Primitive:
     """inc-mbs (2) or dec-mbs (1/2): the micro-batch size of all stages; where it no longer divides by dp, tp for dp."""
 
     def primitive(space: Space, genome: Genome, stage: int, partners: Sequence[int]) -> Iterator[Genome]:

@@ -29,9 +29,9 @@ class Solved(NamedTuple, Generic[Choice]):
 def squeeze(solve: Callable[[float], Solved[Choice] | None], m: int) -> tuple[Solved[Choice] | None, int]:
     """(the choice that makes total + (m-1) slowest least, how often `solve` was called); None if nothing is possible.
 
-    solve: the least total of the choices with no stage slower than a limit. The papers enumerate every limit t_max
-    upwards; downwards few are left. What is slower at its slowest stage than a choice found has no smaller total, so
-    the next limit is just below that stage, and below (best - total) / (m-1), beyond which nothing can be better.
+    solve: the choice of least total among those with no stage slower than a limit. The papers enumerate every limit
+    t_max upwards; downwards few are left. With a slowest stage no faster than that of the choice found nothing has a
+    smaller total, so the next limit is just below it, and at (best - total) / (m-1), above which nothing can be better.
     """
     best: Solved[Choice] | None = None
     best_s, limit_s, solves = math.inf, math.inf, 0

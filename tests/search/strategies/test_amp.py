@@ -32,13 +32,9 @@ def test_the_cut_balances_average_stages_by_hand():
     space = three_and_one()
     (genome,) = amp.candidates(space)
     set_tables(space, 4, lambda option: 1 if option.group == 0 else 5, embedding_s=2, head_s=4)
-    # 8 layers of 2 s, 22 s with embedding and head: 2 + 4, 6, 6 and ... the head's stage 4 + 2; one layer too many,
-    # so 8 s somewhere, and the first stage that is not longer than the others then takes it
-    cut = amp.cut(space, 4, genome.options)
-    stages = [n * 2 + extra for n, extra in zip(cut.layers, (2, 0, 0, 4), strict=True)]
-    assert max(stages) == 6
-    assert cut.layers == (2, 3, 2, 1) or sorted(stages) == [4, 6, 6, 6]
-    # the slow device is thought to be as fast as the others: in truth its one layer and the head take 9 s
+    # 8 layers of 2 s, 22 s with embedding and head, so one of four stages takes 6 s at least: 2 + 4, 6, 4 and 2 + 4
+    assert amp.cut(space, 4, genome.options).layers == (2, 3, 2, 1)
+    # the slow device, which is the last, is thought to be as fast as the others: in truth its layer and head take 9 s
 
 
 def test_the_prediction_is_the_papers_sum_by_hand(monkeypatch):
