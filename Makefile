@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: help train test lint check wheel clean
+.PHONY: help train reproduce test lint check wheel clean
 
 help:                 ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -15,6 +15,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 train: $(VENV)/installed    ## the main job: PPO plans Llama-3 8B on 8 A100-40 + 16 V100-16
 	$(RUN) -m haap_rl.train +search=ppo
+
+reproduce: $(VENV)/installed    ## the paper's tables into results/, overnight; `make reproduce quick=true` in some minutes
+	$(RUN) -m experiments.reproduce quick=$(or $(quick),false) out=$(or $(out),results) docs=$(if $(filter true,$(quick)),none,docs)
 
 test: $(VENV)/installed     ## the test suite (no network, no GPU, under five minutes on two cores)
 	$(RUN) -m pytest -q -n 2

@@ -48,7 +48,8 @@ def train(config: dict[str, Any], directory: Path) -> int:
     from haap_rl.space.options import SpaceSpec
     from haap_rl.tracking import tracker_from_config, write_record
 
-    check_keys("configuration", config, KEYS)
+    check_keys("configuration", config, KEYS, ("experiment",))
+    config = {key: value for key, value in config.items() if key != "experiment"}  # what else its table holds
     check_keys("budget", config["budget"], ("evaluations", "seconds"))
     # what a file says goes into the record, not its path: the file may move
     model, cluster = resolved(config["model"], config["cluster"])

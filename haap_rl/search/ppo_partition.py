@@ -1,8 +1,8 @@
 """Reinforcement learning that edits plans: MaskablePPO from scratch in `haap_rl/Partition-v0`.
 
 The same policy as `ppo.py`, over what each move would make of the plan (`space.move_features`). Its greedy choice by
-those features is bottleneck relief; learning has to find out which relief pays. `ppo.py`, which builds plans, is the
-better of the two.
+those features is bottleneck relief; learning has to find out which relief pays. `ppo.py`, which builds plans, is
+ahead in the first hundred plans, this one later; docs/policy.md has both.
 """
 
 from __future__ import annotations
