@@ -1,4 +1,4 @@
-"""Command lines: the only module that imports Hydra. key=value in, one plain configuration per job out.
+"""Command lines: the only module that imports Hydra. key=value in, one plain configuration per job out, and back.
 
 Status: 0 good, 1 a search that found no plan that fits, 2 bad input, 130 interrupted.
 """
@@ -9,16 +9,17 @@ import contextlib
 import difflib
 import os
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from haap_rl.problem.errors import InputError
-from haap_rl.problem.presets import choices, conf_dir, names
+from haap_rl.problem.presets import choices, conf_dir, names, preset
 
 Config = dict[str, Any]
 Job = Callable[[Config, Path], int]
@@ -99,6 +100,73 @@ def run_with_options(job: Callable[[Config], int], defaults: Config, arguments: 
                 raise InputError(f"{key} has no value; give {key}=...")
         statuses.append(job(options))
     return max(statuses)
+
+
+def command_line(config: Mapping[str, Any]) -> str:
+    """The `haap_rl.train` command that composes the parts which `config` has of a run's configuration.
+
+    Presets by name, and key=value for what differs from them. Where figures come from (`source`) is left out.
+    """
+    words = [f"+search={config['search']['name']}"]
+    bases = {"search": _base("search", config["search"]["name"])}
+    for group in ("model", "cluster"):
+        name = config[group]["name"] if config[group]["name"] in names(group) else names(group)[0]
+        words.append(f"{group}={name}")
+        bases[group] = preset(group, name)
+    for group in ("search", "model", "cluster", "problem", "budget", "space", "estimator"):
+        if group in config:
+            base = bases[group] if group in bases else preset(group, "default")
+            words += _overrides(group, base, config[group])
+    words += [f"{key}={_value(config[key])}" for key in ("certificate", "seed") if config.get(key) is not None]
+    return " ".join(["python -m haap_rl.train", *map(shlex.quote, words)])
+
+
+def _base(group: str, name: str) -> Config:
+    """The preset, or nothing where an installed package has it."""
+    return preset(group, name) if name in names(group) else {"name": name}
+
+
+def _overrides(key: str, base: Any, value: Any) -> list[str]:
+    """What makes `value` at `key` of `base`, as Hydra takes it."""
+    if isinstance(base, Mapping) and isinstance(value, Mapping):
+        parts = {name: part for name, part in value.items() if name != "source"}
+        gone = [f"~{key}.{name}" for name in base if name != "source" and name not in parts]
+        new = [f"++{key}.{name}={_value(part)}" for name, part in parts.items() if name not in base]
+        return [
+            *gone,
+            *new,
+            *(w for name in parts if name in base for w in _overrides(f"{key}.{name}", base[name], parts[name])),
+        ]
+    lists = isinstance(base, list) and isinstance(value, list)
+    if lists and any(map(_keys, base)) and list(map(_keys, base)) == list(map(_keys, value)):
+        return [word for i, part in enumerate(value) for word in _overrides(f"{key}.{i}", base[i], part)]
+    return [] if type(base) is type(value) and base == value else [f"{key}={_value(value)}"]
+
+
+def _keys(value: object) -> set[Any]:
+    """The keys of a mapping that count; none of anything else."""
+    return set(value) - {"source"} if isinstance(value, Mapping) else set()
+
+
+def _value(value: object) -> str:
+    """A value of a configuration in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_value(part)}" for key, part in value.items() if key != "source") + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_value, value)) + "]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value).lower()
+    if re.fullmatch(r"[A-Za-z_][\w./@-]*", value, re.ASCII) and value.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    ):
+        return value
+    # Hydra halves the backslashes before a quote, OmegaConf those before an interpolation
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return "'" + re.sub(r"(\\*)\$\{", r"\1\1\\${", quoted) + "'"
 
 
 def with_search_appended(arguments: Sequence[str]) -> list[str]:

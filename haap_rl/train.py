@@ -9,11 +9,14 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from haap_rl import configs
 from haap_rl.problem.errors import InputError, check_keys
 from haap_rl.problem.presets import names, preset
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 KEYS = (
     "model",
@@ -31,7 +34,7 @@ KEYS = (
 
 
 def train(config: dict[str, Any], directory: Path) -> int:
-    """Run the search that `config` describes, write its record into `directory` and print the plan; the exit status.
+    """Run the search that `config` describes, write its record and report into `directory`, print the plan; the status.
 
     0 a plan was found, 1 none that fits was tried, 130 interrupted (with what was found so far recorded).
     Raises InputError for a bad configuration and where no plan can fit; nothing is written then.
@@ -99,37 +102,37 @@ def train(config: dict[str, Any], directory: Path) -> int:
     for line in summary_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"record: {directory}", highlight=False, soft_wrap=True)
-    if result.stopped_by == "interrupted":
+    interrupted = not _reported(directory, console)
+    if interrupted or result.stopped_by == "interrupted":
         return 130
     return 0 if result.plan is not None else 1
+
+
+def _reported(directory: Path, console: Console) -> bool:
+    """Write the report beside the record and say so; False if Ctrl-C ended that, which costs nothing else."""
+    from haap_rl.report.page import write_report
+
+    try:
+        console.print(f"report: {write_report(directory)}", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        command = shlex.join(["python", "-m", "haap_rl.report", str(directory)])
+        console.print(f"report: interrupted; {command} writes it", highlight=False, soft_wrap=True)
+        return False
+    return True
 
 
 def remake_command(config: Mapping[str, Any]) -> str:
     """The command that makes the certificate of a run's problem, space and profile."""
     from haap_rl.search.certificate import ABLATIONS
 
-    words, settings = ["python -m haap_rl.train +search=exact"], []
-    for group in ("model", "cluster"):
-        name = config[group].get("name")
-        if name in names(group) and preset(group, name) == config[group]:
-            words.append(f"{group}={name}")
-        else:
-            settings.append(group)
-    for group in ("problem", "space", "estimator"):
-        default = preset(group, "default")
-        for key, value in config[group].items():
-            if value != default.get(key) and key not in (*ABLATIONS, "cached"):
-                words.append(_override(f"{group}.{key}", value))
-    return " ".join(words) + (f" and this run's {' and '.join(settings)} settings" if settings else "")
-
-
-def _override(key: str, value: object) -> str:
-    """`key=value` as the command line takes it."""
-    if isinstance(value, list):
-        text = "[" + ",".join(map(str, value)) + "]"
-    else:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return shlex.quote(f"{key}={text}")
+    return configs.command_line(
+        {
+            "search": preset("search", "exact"),
+            **{group: config[group] for group in ("model", "cluster", "problem")},
+            "space": {**config["space"], **ABLATIONS},
+            "estimator": {**config["estimator"], "cached": True},
+        }
+    )
 
 
 def _seed(value: object) -> int:

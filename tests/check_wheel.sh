@@ -23,7 +23,10 @@ small="model=gpt3_1_3b cluster=v100x4_t4x4 budget.evaluations=100"
 for search in random autohaap ga annealing ppo exact megatron alpa aceso amp metis sailor; do
   $run "+search=$search" $small "out=runs/$search" > "$search.log"
   test -s "runs/$search/result.json" && test -s "runs/$search/plan.json" && test -s "runs/$search/trace.csv"
+  test -s "runs/$search/report.html"
 done
+"$work/venv/bin/python" -m haap_rl.report runs/ga runs/random out=compared.html > report.log
+test -s compared.html
 test -s runs/ppo/policy.zip
 $run +search=ppo search.policy=pretrained $small out=runs/pretrained > pretrained.log
 $run -m search=ga,random seed=0,1 $small hydra.sweep.dir=runs/sweep > sweep.log

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from haap_rl import configs
-from haap_rl.cost.estimate import Estimate
+from haap_rl.cost.estimate import Estimate, StageMemory
 from haap_rl.cost.estimator import Estimator
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.errors import InputError
@@ -78,16 +78,8 @@ def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> N
     for i, groups in enumerate(estimate.memory):
         height = 0.8 / len(groups)
         for j, group in enumerate(groups):
-            parts = (
-                group.weights_bytes + group.gradients_bytes,
-                group.optimizer_bytes,
-                group.activations_bytes,
-                max(group.logits_bytes, group.recompute_bytes),
-                group.reserved_bytes,
-                group.cached_bytes,
-            )
             left = 0.0
-            for size, (_, color) in zip(parts, MEMORY_PARTS, strict=True):
+            for size, (_, color) in zip(memory_parts(group), MEMORY_PARTS, strict=True):
                 memory.broken_barh([(left, size / GIB)], (i - 0.4 + j * height, height), facecolors=color)
                 left += size / GIB
             capacity = group.capacity_bytes / GIB
@@ -100,6 +92,18 @@ def draw_plan(problem: Problem, plan: Plan, estimate: Estimate, path: Path) -> N
         axes.tick_params(axis="y", length=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def memory_parts(group: StageMemory) -> tuple[int, ...]:
+    """Bytes of each of MEMORY_PARTS on a device of a replica group; together what is used."""
+    return (
+        group.weights_bytes + group.gradients_bytes,
+        group.optimizer_bytes,
+        group.activations_bytes,
+        max(group.logits_bytes, group.recompute_bytes),
+        group.reserved_bytes,
+        group.cached_bytes,
+    )
 
 
 def _label(plan: Plan, i: int) -> str:

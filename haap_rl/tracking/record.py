@@ -1,6 +1,6 @@
 """The record that every run leaves: config.yaml, plan.json, result.json and trace.csv, complete or not at all.
 
-Beside them lie the files of the searcher's own, such as a trained policy.zip.
+Beside them lie the files of the searcher's own, such as a trained policy.zip, and the report made from the record.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import yaml
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.cost.profile_files import profile_from_json, profile_to_json
 from haap_rl.cost.profiles import Profile
-from haap_rl.problem.errors import InputError
-from haap_rl.problem.formats.files import read_json_object
+from haap_rl.problem.errors import LARGEST_NUMBER, InputError, shown
+from haap_rl.problem.formats.files import read_json_object, read_text
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.problem.presets import problem_from_config
-from haap_rl.search.base import SearchResult
+from haap_rl.search.base import SearchResult, TracePoint
+from haap_rl.space.options import SpaceSpec
 
-PROFILE = "profile.json"
+PROFILE, REPORT = "profile.json", "report.html"
 TRACE_COLUMNS = (
     "evaluations",
     "best_iteration_time_s",
@@ -33,6 +35,20 @@ TRACE_COLUMNS = (
     "operator_evaluations_avoided",
     "seconds",
 )
+# what a report needs of result.json; a number is finite and not negative
+Number = (int, float)
+RESULT_KINDS: Mapping[str, tuple[type, ...]] = {
+    "seed": (int,),
+    "evaluations": (int,),
+    "wall_time_s": Number,
+    "iteration_time_s": (*Number, type(None)),
+    "lower_bound_s": (*Number, type(None)),
+    "proven_optimal": (bool,),
+    "stopped_by": (str,),
+    "reason": (str,),
+    "notes": (list,),
+    "estimator_fingerprint": (str,),
+}
 
 
 def write_record(directory: Path, config: dict[str, Any], problem: Problem, result: SearchResult) -> None:
@@ -52,7 +68,7 @@ def write_record(directory: Path, config: dict[str, Any], problem: Problem, resu
     if result.profile is not None:  # so that the record can be priced when the file has moved
         texts[PROFILE] = to_json_text(profile_to_json(result.profile))
     write_files(directory, {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}})
-    for name in ("plan.json", PROFILE):  # one that an earlier run left would be taken for this run's
+    for name in ("plan.json", PROFILE, REPORT):  # one that an earlier run left would be taken for this run's
         if name not in texts:
             (directory / name).unlink(missing_ok=True)
 
@@ -92,23 +108,110 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
         for path, _ in temporary:
             path.unlink(missing_ok=True)
         raise InputError(
-            f"out={str(directory)!r}: the record cannot be written ({error.strerror}); choose another out=DIR"
+            f"out={str(directory)!r}: its files cannot be written ({error.strerror}); choose another out=DIR"
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A run as its record tells it.
+
+    plan              None where none was found; `reason` then says why
+    lower_bound_s     no plan of the space is faster; None where nothing is proven
+    fingerprint       of the estimator that the run used (`cost.estimator.fingerprint`)
+    iteration_time_s  of the plan, by that estimator
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    problem: Problem
+    space: SpaceSpec
+    profile: Profile | None
+    plan: Plan | None
+    trace: tuple[TracePoint, ...]
+    seed: int
+    evaluations: int
+    wall_time_s: float
+    iteration_time_s: float | None
+    lower_bound_s: float | None
+    proven_optimal: bool
+    stopped_by: str
+    reason: str
+    notes: tuple[str, ...]
+    fingerprint: str
+
+    @property
+    def searcher(self) -> str:
+        return str(self.config["search"]["name"])
+
+
+def read_record(directory: Path) -> Record:
+    """The record in `directory`. Raises InputError, naming the file, where one is missing or no run wrote it."""
+    config = _recorded_config(directory, ("model", "cluster", "problem", "space", "search"))
+    if "name" not in config["search"]:
+        raise InputError(f"record={str(directory)!r}: config.yaml names no search; give a directory of haap_rl.train")
+    problem = problem_from_config(config["model"], config["cluster"], config["problem"])
+    path = directory / "result.json"
+    where, result = f"result {str(path)!r}", read_json_object(path, "result")
+    known = {key: _checked(where, result, key) for key in RESULT_KINDS}
+    plan = problem.load_plan(directory / "plan.json") if known["iteration_time_s"] is not None else None
+    return Record(
+        directory,
+        config,
+        problem,
+        SpaceSpec.from_config(config["space"]),
+        recorded_profile(directory),
+        plan,
+        read_trace(directory / "trace.csv"),
+        notes=tuple(map(str, known.pop("notes"))),
+        fingerprint=known.pop("estimator_fingerprint"),
+        **known,
+    )
+
+
+def _checked(where: str, result: Mapping[str, Any], key: str) -> Any:
+    value = result.get(key)
+    good = key in result and type(value) in RESULT_KINDS[key]
+    if not good or (type(value) in Number and not 0 <= value <= LARGEST_NUMBER):  # type: ignore[operator]
+        raise InputError(f"{where}: {key}={shown(value)} is not what a run writes there; run it again")
+    return value
+
+
+def read_trace(path: Path) -> tuple[TracePoint, ...]:
+    """The trace that `trace_csv` wrote. Raises InputError naming the line that it did not write."""
+    rows = csv.reader(io.StringIO(read_text(path, "trace")))
+    where = f"trace {str(path)!r}"
+    if next(rows, None) != list(TRACE_COLUMNS):
+        raise InputError(f"{where}: its first line is not {','.join(TRACE_COLUMNS)}; run it again")
+    points = []
+    try:
+        for evaluations, best, computed, avoided, seconds in rows:
+            best_s = float(best) if best else None
+            points.append(TracePoint(int(evaluations), best_s, int(computed), int(avoided), float(seconds)))
+            if points[-1].evaluations < 0 or not (best_s is None or 0 < best_s <= LARGEST_NUMBER):
+                raise ValueError
+    except (ValueError, csv.Error):
+        raise InputError(f"{where}: line {rows.line_num} is not a point of a trace; run it again") from None
+    return tuple(points)
 
 
 def recorded_plan(directory: Path) -> tuple[Problem, Plan]:
     """The problem and the plan of a record. Raises InputError if it is not one, or holds no plan."""
-    path = directory / "config.yaml"
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
-        raise InputError(f"record={str(directory)!r}: config.yaml cannot be read ({reason})") from None
-    parts = [config.get(key) for key in ("model", "cluster", "problem")] if isinstance(config, dict) else [None]
-    if not all(isinstance(part, dict) for part in parts):
-        raise InputError(f"record={str(directory)!r}: config.yaml is not a run's configuration; give a run directory")
+    config = _recorded_config(directory, ("model", "cluster", "problem"))
     problem = problem_from_config(config["model"], config["cluster"], config["problem"])
     return problem, problem.load_plan(directory / "plan.json")
+
+
+def _recorded_config(directory: Path, parts: Sequence[str]) -> dict[str, Any]:
+    """The configuration in a record, with mappings at `parts`. Raises InputError where it is none."""
+    try:
+        config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise InputError(f"record={str(directory)!r}: config.yaml cannot be read ({reason})") from None
+    if not isinstance(config, dict) or not all(isinstance(config.get(part), dict) for part in parts):
+        raise InputError(f"record={str(directory)!r}: config.yaml is not a run's configuration; give a run directory")
+    return config
 
 
 def recorded_profile(directory: Path) -> Profile | None:

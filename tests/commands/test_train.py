@@ -12,6 +12,7 @@ import time
 import pytest
 import yaml
 
+from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import load_problem, names
 from haap_rl.train import main
 
@@ -42,7 +43,9 @@ def test_a_run_leaves_a_complete_record_and_prints_plan_gap_and_place(here, caps
     assert "record: " in printed
     assert "avoided against no memo" in printed
     record = here / "record"
-    assert sorted(path.name for path in record.iterdir()) == ["config.yaml", "plan.json", "result.json", "trace.csv"]
+    files = ["config.yaml", "plan.json", "report.html", "result.json", "trace.csv"]
+    assert sorted(path.name for path in record.iterdir()) == files
+    assert f"report: {record / 'report.html'}" in printed
 
     result = json.loads((record / "result.json").read_text())
     wanted = (
@@ -246,6 +249,27 @@ def test_a_run_without_a_plan_leaves_none_of_an_earlier_run(here):
     nothing = ["search=random", *SMALL[:2], "budget.evaluations=null", "budget.seconds=1e-9", "out=record"]
     assert main(nothing) == 1
     assert not (here / "record" / "plan.json").exists()
+    assert "No plan was found" in (here / "record" / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_made_costs_nothing_of_the_record(here, capfd, monkeypatch):
+    from haap_rl.report import page
+
+    assert main(["search=random", *SMALL, "out=record"]) == 0
+    for error, status, said in (
+        (InputError("no room"), 2, "haap_rl: no room"),
+        (KeyboardInterrupt(), 130, f"report: interrupted; python -m haap_rl.report {here / 'record'} writes it"),
+    ):
+        capfd.readouterr()
+
+        def fails(directory, error=error):
+            raise error
+
+        monkeypatch.setattr(page, "run_page", fails)
+        assert main(["search=random", *SMALL, "seed=1", "out=record"]) == status
+        assert said in "".join(capfd.readouterr())
+        assert json.loads((here / "record" / "result.json").read_text())["seed"] == 1
+        assert not (here / "record" / "report.html").exists()  # the earlier run's would be taken for this one's
 
 
 def test_a_search_that_finds_nothing_ends_with_status_1_and_a_reason(here, capsys):
@@ -279,6 +303,7 @@ def test_ctrl_c_leaves_the_best_plan_so_far(here):
     assert "interrupted" in out
     assert json.loads((here / "record" / "result.json").read_text())["stopped_by"] == "interrupted"
     assert load_problem().load_plan(here / "record" / "plan.json")
+    assert "(interrupted)" in (here / "record" / "report.html").read_text()
 
 
 def modules_after(code):
@@ -363,7 +388,7 @@ REMAKE = "python -m haap_rl.train +search=exact model="
         (["certificate={CERTIFIED}/exact", "model=gpt3_1_3b"], ["(model 'gpt3_350m'", f"{REMAKE}gpt3_1_3b"]),
         (
             ["certificate={CERTIFIED}/exact", "cluster.groups.0.num_nodes=2"],
-            ["'space.num_microbatches=[16,32]'", "and this run's cluster settings"],
+            ["'space.num_microbatches=[16,32]'", "cluster=v100x4_t4x4 cluster.groups.0.num_nodes=2"],
         ),
     ],
 )
