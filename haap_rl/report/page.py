@@ -297,7 +297,7 @@ def _gains(found: WhatIf) -> list[Markup | None]:
         (
             gain.text,
             f"+{found.speedup(gain):.1%}",
-            element("span", class_="bar", style=f"width:{100 * found.speedup(gain) / most:.0f}%"),
+            element("span", class_="bar", style=f"width:{9 * found.speedup(gain) / most:.2f}rem"),
             f"{gain.best_s:.3f}",
             f"{gain.present_plan_s:.3f}",
         )
