@@ -202,6 +202,8 @@ def _code(space: Space, plan: Plan) -> Code | None:
     if len(plan.stages) > space.max_stages or plan.num_microbatches not in space.num_microbatches:
         return None
     try:
-        return space.encode([space.genome(plan)])[0]
+        codes = space.encode([space.genome(plan)])
     except InputError:
         return None
+    code: Code = codes[0]
+    return code
