@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -294,7 +295,7 @@ def run_grid(
             missing.append(cell)
         else:
             found.rows[cell.config_hash] = rows
-    total, started = len(found.rows) + len(missing), time.perf_counter()
+    total, clock = len(found.rows) + len(missing), Clock(missing)
     if found.rows:
         told(f"{len(found.rows)} of {total} cells were there")
     for number, (cell, result) in enumerate(runner(run, missing) if missing else (), 1):
@@ -303,10 +304,28 @@ def run_grid(
         else:
             write_files(folder, {cell.file_name: csv_text(result).encode()})
             found.rows[cell.config_hash] = result
-        left_s = (time.perf_counter() - started) / number * (len(missing) - number)
-        done = total - len(missing) + number
-        told(f"{done} of {total}: {cell}: {_outcome(result)}; {_time_left(left_s)}")
+        clock.done(cell, result)
+        told(f"{total - len(missing) + number} of {total}: {cell}: {_outcome(result)}; {_time_left(clock.left_s())}")
     return found
+
+
+class Clock:
+    """How long a grid will take: a cell takes as long as the others of its search did, or as all did on average."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._started = time.perf_counter()
+        self._left = {cell.config_hash: str(cell.search.get("name")) for cell in cells}
+        self._spent: dict[str, list[float]] = {}
+
+    def done(self, cell: Cell, result: Rows | Lost) -> None:
+        seconds = [] if isinstance(result, Lost) else [float(row["seconds"] or 0.0) for row in result]
+        self._spent.setdefault(self._left.pop(cell.config_hash), []).append(sum(seconds))
+
+    def left_s(self) -> float:
+        """Seconds, at the pace so far."""
+        every = [seconds for cells in self._spent.values() for seconds in cells]
+        left = sum(statistics.fmean(self._spent.get(name, every)) for name in self._left.values())
+        return (time.perf_counter() - self._started) * left / max(1e-9, sum(every))
 
 
 def _outcome(result: Rows | Lost) -> str:

@@ -104,6 +104,17 @@ def test_a_file_that_cannot_be_trusted_is_made_again(tmp_path, monkeypatch, chan
     assert grid.stored_rows(each, tmp_path) is None
 
 
+def test_time_left_is_judged_by_the_cells_of_the_same_search(monkeypatch):
+    now = iter([0.0, 8.0, 20.0])
+    monkeypatch.setattr(grid.time, "perf_counter", lambda: next(now))
+    cells = [cell(seeds=(n,), name=name) for n, name in enumerate(["ga", "ppo", "ga", "ppo"])]
+    clock = grid.Clock(cells)
+    clock.done(cells[0], grid_cells.rows_of(cells[0], seconds="4.0"))
+    assert clock.left_s() == pytest.approx(8.0 / 4.0 * 12.0)  # every one like the first
+    clock.done(cells[1], grid_cells.rows_of(cells[1], seconds="36.0"))
+    assert clock.left_s() == pytest.approx(20.0 / 40.0 * (4.0 + 36.0))
+
+
 def test_a_cell_is_known_by_everything_that_its_figures_depend_on():
     each = cell()
     hashes = {each.config_hash}
