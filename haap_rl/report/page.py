@@ -160,7 +160,7 @@ def figures(run: Run) -> Markup:
     far = gap(run)
     if far is not None:
         optimal = record.proven_optimal and "a proven optimum of the space"
-        entries.append(("gap to the proven bound", f"{far:.1%}", optimal or f"bound {record.lower_bound_s:.3f} s"))
+        entries.append(("gap to proven bound", f"{far:.1%}", optimal or f"bound {record.lower_bound_s:.3f} s"))
     fullest = max((g for groups in estimate.memory for g in groups), key=lambda g: g.needed_bytes / g.capacity_bytes)
     fits = "fits" if estimate.fits else f"{estimate.bytes_missing / GIB:.2f} GiB are missing"
     share = f"{fullest.used_bytes / GIB:.1f} of {fullest.capacity_bytes / GIB:.0f} GiB"
@@ -230,8 +230,8 @@ def _seconds_table(estimate: Estimate) -> Markup:
     columns = {name: [estimate.num_microbatches * max(0.0, s) for s in values] for name, values in columns.items()}
     waiting = waits(estimate)
     columns |= {
-        "waits for before": [wait.before_s for wait in waiting],
-        "waits for after": [wait.after_s for wait in waiting],
+        "waits for stage before": [wait.before_s for wait in waiting],
+        "waits for stage after": [wait.after_s for wait in waiting],
         "gradient sync": [s.gradient_sync_s for s in estimate.stages],
         "optimiser": [s.optimizer_s for s in estimate.stages],
         "waits for end": [wait.end_s for wait in waiting],
@@ -297,7 +297,7 @@ def _gains(found: WhatIf) -> list[Markup | None]:
         (
             gain.text,
             f"+{found.speedup(gain):.1%}",
-            element("span", class_="bar", style=f"width:{9 * found.speedup(gain) / most:.2f}rem"),
+            element("span", class_="bar", style=f"width:{max(1.0, 140 * found.speedup(gain) / most):.0f}px"),
             f"{gain.best_s:.3f}",
             f"{gain.present_plan_s:.3f}",
         )

@@ -40,7 +40,7 @@ def plan_picture(problem: Problem, plan: Plan | None) -> Markup:
         drawing, y = _group(problem, plan, group, owners[group.name], y)
         parts.append(drawing)
     label = f"{problem.model.name} on {problem.cluster.name}" + ("" if plan else ", no plan")
-    return picture(label, _told(problem, plan), y, *parts)
+    return picture(label, _told(problem, plan), y - 24, *parts)
 
 
 def stage_class(stage: int) -> str:
@@ -109,7 +109,7 @@ def _group(
         names, y = legend(entries, 0, y)
         parts.append(names)
     devices, y = _devices(problem.cluster.num_devices, group, owners, y - 6)
-    return joined(*parts, devices), y + 30
+    return joined(*parts, devices), y + 32
 
 
 def _devices(devices_in_all: int, group: DeviceGroup, owners: Mapping[int, Owner], y: float) -> tuple[Markup, float]:

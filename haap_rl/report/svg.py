@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from haap_rl.report.markup import Markup, element, joined
 
 WIDTH = 960.0  # of every picture
-CHARACTER = 6.6  # pixels of an average character of a label, 12 pixels high
+CHARACTER = 6.4  # pixels of an average character of a label, 12 pixels high
 STAGE_COLOURS = 12  # classes stage0, stage1, ...; later stages begin anew
 
 

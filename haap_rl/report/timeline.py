@@ -23,9 +23,9 @@ NAMES = {
     FORWARD: "forward",
     BACKWARD: "backward",
     TAIL: "gradient sync, optimiser",
-    BEFORE: "waits for the stage before it",
-    AFTER: "waits for the stage after it",
-    END: "waits for the others to end",
+    BEFORE: "waits for stage before",
+    AFTER: "waits for stage after",
+    END: "waits for end",
 }
 
 
@@ -114,7 +114,7 @@ def timeline_picture(plan: Plan, estimate: Estimate) -> Markup:
 
 
 def _apart(row: Sequence[Span], y: float, height: float, per_second: float, chunks: int) -> list[Markup | None]:
-    """Every slot by itself, one path per kind and chunk; numbered where there is room."""
+    """Every slot by itself, one path per kind and chunk; numbered where there is room in every backward slot."""
     parts: list[Markup | None] = []
     for kind in NAMES:
         for chunk in range(chunks if kind in (FORWARD, BACKWARD) else 1):
@@ -126,11 +126,13 @@ def _apart(row: Sequence[Span], y: float, height: float, per_second: float, chun
             wide = kind in (FORWARD, BACKWARD) and boxes and sum(b[2] for b in boxes) / len(boxes) >= 4
             shade = 1.0 - (1.0 - PALEST) * chunk / (chunks - 1) if chunk else None
             parts.append(bars(boxes, f"{kind} slot" if wide else kind, shade))
-    for s in row:
-        width = (s.end_s - s.start_s) * per_second
-        if s.microbatch >= 0 and width >= 6 + CHARACTER * len(str(s.microbatch)) and height >= 22:
-            x = LEFT + (s.start_s + s.end_s) / 2 * per_second
-            parts.append(text(x, y + height / 2 + 4, s.microbatch, "middle", "number"))
+    numbered = [s for s in row if s.microbatch >= 0 and height >= 22]
+    widest = 4 + CHARACTER * len(str(max((s.microbatch for s in numbered), default=0)))
+    if all((s.end_s - s.start_s) * per_second >= widest for s in numbered if s.kind == BACKWARD):
+        for s in numbered:
+            if (s.end_s - s.start_s) * per_second >= widest:
+                x = LEFT + (s.start_s + s.end_s) / 2 * per_second
+                parts.append(text(x, y + height / 2 + 4, s.microbatch, "middle", "number"))
     return parts
 
 

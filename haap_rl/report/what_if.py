@@ -198,12 +198,11 @@ def _planned(
 
 
 def _code(space: Space, plan: Plan) -> Code | None:
-    """The row of a plan of the space; None for another one, which is priced but cannot be relieved."""
+    """The row of a plan of the space; None for another one, which can be priced but not relieved."""
     if len(plan.stages) > space.max_stages or plan.num_microbatches not in space.num_microbatches:
         return None
     try:
-        codes = space.encode([space.genome(plan)])
+        code: Code = space.encode([space.genome(plan)])[0]
     except InputError:
         return None
-    code: Code = codes[0]
     return code
