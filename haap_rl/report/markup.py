@@ -57,5 +57,9 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]
         element("tr", *(element("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True)))
         for row in rows
     ]
-    parts = (element("caption", caption), element("thead", element("tr", *head)), element("tbody", *body))
+    parts = (
+        element("caption", element("span", caption)),
+        element("thead", element("tr", *head)),
+        element("tbody", *body),
+    )
     return element("div", element("table", *parts), class_="scroll")

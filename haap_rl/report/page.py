@@ -295,7 +295,7 @@ def _gains(found: WhatIf) -> list[Markup | None]:
     most = max(map(found.speedup, worth), default=1.0)
     rows = [
         (
-            gain.text,
+            element("span", gain.text, class_="words"),
             f"+{found.speedup(gain):.1%}",
             element("span", class_="bar", style=f"width:{max(1.0, 140 * found.speedup(gain) / most):.0f}px"),
             f"{gain.best_s:.3f}",

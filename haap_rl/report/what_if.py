@@ -1,8 +1,9 @@
 """What one change of the cluster would buy: the changed problem planned anew, and priced by the same estimator.
 
 Present and changed problem are searched alike: bottleneck relief from the plans known so far, then AutoHAAP from fresh
-starts, with the same budget and seed. The present plan is priced on the changed cluster too. So no gain is negative by
-chance of a search, and each is a gain over the best plan known for the cluster as it is, whoever found it.
+starts, with the same budget and seed. Plans known for the present cluster are priced on the changed one too, and plans
+found for a changed one on the present one, where they are legal. So no gain is negative by chance of a search, none is
+what a longer search would have found anyway, and each is over the best plan known for the cluster as it is.
 
 Most of the time goes into the tables of a problem, one for each number of micro-batches. So only that of the best plan
 known is looked at, and the next smaller and larger one where a change makes room. A gain may be larger than shown.
@@ -18,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from haap_rl.cost.estimator import Estimator
 from haap_rl.cost.profiles import Profile
 from haap_rl.problem.cluster import GIB, Cluster, DeviceGroup, DeviceType, Link
-from haap_rl.problem.errors import InputError
+from haap_rl.problem.errors import InputError, PlanError
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.search.autohaap import AutoHAAP, Kept
 from haap_rl.search.base import Budget, BudgetExhausted, Objective
@@ -68,16 +70,24 @@ class WhatIf:
 
 def what_if(problem: Problem, spec: SpaceSpec, plan: Plan, profile: Profile | None = None) -> WhatIf:
     """What every change of `changes` would buy; the same answer every time."""
+    price = Estimator(problem, profile=profile)
     near = _near(spec.num_microbatches, plan.num_microbatches)
-    present_s, best_s, best = _planned(problem, replace(spec, num_microbatches=near), [plan], profile)
-    known = [plan] if best == plan else [plan, best]
+    best = _planned(problem, replace(spec, num_microbatches=near), [plan], profile)
     asked, not_asked = changes(problem, plan, profile)
-    gains = []
-    for change in asked:
+    changed = [replace(problem, cluster=change.cluster) for change in asked]
+    found = []
+    for change, other in zip(asked, changed, strict=True):
         here = replace(spec, num_microbatches=near if change.makes_room else (best.num_microbatches,))
-        plan_s, changed_s, _ = _planned(replace(problem, cluster=change.cluster), here, known, profile)
-        gains.append(Gain(change.text, plan_s, changed_s))
-    return WhatIf(present_s, best_s, tuple(sorted(gains, key=lambda gain: gain.best_s)), not_asked)
+        found.append(_planned(other, here, [plan, best], profile))
+    # one of those plans may do for the cluster as it is, too: then it is no gain of the change
+    best = min([best, *(other for other in found if _legal(problem, other))], key=lambda other: price(other).rank)
+    gains = []
+    for change, other, its_plan in zip(asked, changed, found, strict=True):
+        there = Estimator(other, profile=profile)
+        best_s = min(there(best).iteration_s, there(its_plan).iteration_s)
+        gains.append(Gain(change.text, there(plan).iteration_s, best_s))
+    gains.sort(key=lambda gain: gain.best_s)
+    return WhatIf(price(plan).iteration_s, price(best).iteration_s, tuple(gains), not_asked)
 
 
 def _near(counts: Sequence[int], m: int) -> tuple[int, ...]:
@@ -176,25 +186,32 @@ def _one_more_node(group: DeviceGroup) -> DeviceGroup:
     return replace(group, num_nodes=group.num_nodes + 1)
 
 
-def _planned(
-    problem: Problem, spec: SpaceSpec, known: Sequence[Plan], profile: Profile | None
-) -> tuple[float, float, Plan]:
-    """(seconds of the first plan known, seconds of the best one found, that plan).
+def _planned(problem: Problem, spec: SpaceSpec, known: Sequence[Plan], profile: Profile | None) -> Plan:
+    """The best plan found, from those known, which fit, and from fresh starts.
 
     An objective rather than `run_search`: neither the bound nor the pruning count is needed, which take longer.
     """
     objective = Objective(problem, Budget(EVALUATIONS + len(known)), spec, profile=profile)
-    estimates = [objective(plan) for plan in known]
+    ranks = [objective(plan).rank for plan in known]
     codes = [_code(objective.space, plan) for plan in known]
-    starts = [Kept(e.rank, code) for e, code in zip(estimates, codes, strict=True) if code is not None]
+    starts = [Kept(rank, code) for rank, code in zip(ranks, codes, strict=True) if code is not None]
     searcher, rng = AutoHAAP(), np.random.default_rng(SEED)
     with contextlib.suppress(BudgetExhausted):
         if starts:
             searcher.descend(objective, rng, kept=starts)
         if objective.space.feasible_microbatches:
             searcher.search(problem, objective, rng)
-    plan, estimate = objective.best or (known[0], estimates[0])
-    return estimates[0].iteration_s, estimate.iteration_s, plan
+    if objective.best is None:
+        raise AssertionError("plans were priced, and none was the best")
+    return objective.best[0]
+
+
+def _legal(problem: Problem, plan: Plan) -> bool:
+    try:
+        problem.validate(plan)
+    except PlanError:
+        return False
+    return True
 
 
 def _code(space: Space, plan: Plan) -> Code | None:

@@ -22,6 +22,6 @@ def test_what_html_forbids_is_replaced():
 
 def test_a_table_s_numbers_stand_to_the_right():
     made = table("what <it> is", ["name", "#s"], [("a", 1.5)])
-    assert "<caption>what &lt;it&gt; is</caption>" in made
+    assert "<caption><span>what &lt;it&gt; is</span></caption>" in made
     assert '<th scope="col">name</th><th class="n" scope="col">s</th>' in made
     assert '<td>a</td><td class="n">1.5</td>' in made

@@ -9,6 +9,7 @@ from haap_rl.cost.profiles import MeasuredFor, Profile, UnitCell
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import uniform_plan
 from haap_rl.problem.presets import load_problem, preset, problem_from_config
+from haap_rl.report import what_if as what_if_module
 from haap_rl.report.what_if import changes, what_if
 from haap_rl.search.base import Budget, load_searcher, run_search
 from haap_rl.space.options import SpaceSpec
@@ -87,6 +88,16 @@ def test_what_a_longer_search_buys_is_not_counted_as_a_change_s_gain(case):
     assert poorer.searched_s == pytest.approx(found.searched_s, rel=0.1)
     for gain in poorer.gains:
         assert poorer.speedup(gain) == max(0.0, poorer.searched_s / gain.best_s - 1)
+
+
+def test_a_change_that_changes_nothing_buys_nothing_however_short_the_searches(case, monkeypatch):
+    target, _, _ = case
+    nothing = what_if_module.Change("nothing", target.cluster, True)
+    monkeypatch.setattr(what_if_module, "changes", lambda *_: ([nothing] * 3, ""))
+    monkeypatch.setattr(what_if_module, "EVALUATIONS", 40)
+    found = what_if(target, SPEC, uniform_plan(target, 1, 8, 1, 8, recompute="full"))
+    assert [found.speedup(gain) for gain in found.gains] == [0, 0, 0]
+    assert {gain.best_s for gain in found.gains} == {found.searched_s}
 
 
 def test_types_of_devices_are_asked_about_once_and_only_those_of_the_plan(case):
