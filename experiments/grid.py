@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,20 @@ def processes(number: int) -> Runner:
 
 
 def _pool(number: int) -> ProcessPoolExecutor:
-    """Spawned processes that leave Ctrl-C to the one that waits for them."""
-    return ProcessPoolExecutor(number, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    return ProcessPoolExecutor(number, get_context("spawn"), _begin_worker)
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the process that waits for this one, and end with it, however it was ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+
+    def end_with_it() -> None:
+        if parent is not None:
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
 
 
 def ray(address: str, workers: int | None = None) -> Runner:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from experiments.grid import COLUMNS, Cell, run_cell, version
@@ -41,3 +42,10 @@ def dying(cell):
             Path(marker).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return rows_of(cell) if marker else run_cell(cell)
+
+
+def sleeping(cell):
+    """A long search; tells its process in the file `marker`."""
+    Path(cell.search["marker"]).write_text(str(os.getpid()))
+    time.sleep(300)
+    return rows_of(cell)

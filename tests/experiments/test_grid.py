@@ -2,6 +2,11 @@
 
 import csv
 import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +68,38 @@ def test_a_cell_that_kills_every_worker_is_given_up_with_a_reason(tmp_path):
     assert found.of(good)
     assert found.of(deadly) == []
     assert found.reason(deadly) == "its worker died 3 times"
+
+
+def test_workers_end_with_the_command_even_if_it_is_killed(tmp_path):
+    marker = tmp_path / "worker"
+    code = (
+        "from pathlib import Path\n"
+        "from experiments import grid\n"
+        "from tests import grid_cells\n"
+        f"cells = [grid_cells.cell(marker={str(marker)!r})]\n"
+        "if __name__ == '__main__':\n"
+        "    grid.run_grid(cells, Path('cells'), grid.processes(1), run=grid_cells.sleeping)\n"
+    )
+    (tmp_path / "command.py").write_text(code)
+    places = os.pathsep.join([str(grid.ROOT), str(grid.ROOT / "envs")])
+    command = subprocess.Popen([sys.executable, "command.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": places})
+    try:
+        wait_until(lambda: marker.exists() and marker.read_text())
+        worker = Path("/proc", marker.read_text())
+        assert worker.exists()
+    finally:
+        command.kill()
+        command.wait()
+    wait_until(lambda: not worker.exists())
+
+
+def wait_until(holds):
+    """Wait for something that another process does."""
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it never was so")
 
 
 def test_an_interrupted_grid_runs_only_what_is_missing_and_ends_with_equal_files(searched, tmp_path):
