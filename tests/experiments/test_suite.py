@@ -123,7 +123,7 @@ def test_ablation_writes_three_rows_with_the_keys_that_are_asked_for(tmp_path):
     caching = summary["state_caching"]
     assert caching["runs_that_differ"] == 0
     assert caching["gap_pct_on"] == caching["gap_pct_off"]
-    assert caching["evaluations_per_s_on"] > caching["evaluations_per_s_off"]
+    assert caching["operator_evaluations_avoided_share"] > 0.5  # what the seconds show too, on a machine at rest
     assert summary["memory_aware_init"]["pruning_factor"] > 1
     assert (tmp_path / "table.md").read_text().count("\n| ") == 4
 
