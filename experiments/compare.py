@@ -25,7 +25,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from experiments.search_quality import STRATEGIES
+from experiments.paper.throughput import BASELINES
 from experiments.stored import stored
 from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
@@ -276,7 +276,7 @@ def compare(options: dict[str, Any]) -> int:
         raise InputError(f"compare: evaluations={options['evaluations']} must be at least 4, one per quarter")
     if options["quick"]:
         options = {**options, "evaluations": 200, "seeds": 2}
-    methods = [name for name in names("search") if name not in ("replay", *STRATEGIES)]
+    methods = [name for name in names("search") if name not in ("replay", *BASELINES)]
     cached, uncached = run_all(options, [*methods, LEGAL_MOVES], out)
     summary = summarise(cached, uncached)
     columns = [key for key in next(iter(cached.values()))[0] if key != "trace"]

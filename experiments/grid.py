@@ -39,6 +39,7 @@ from haap_rl.space.options import SpaceSpec
 from haap_rl.tracking.record import write_files
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_PROCESSES = 256  # of one machine
 ATTEMPTS = 3  # workers that a cell may cost before it is given up
 TIMES = ("seconds", "trace_seconds")  # the only columns in which two runs of one grid differ
 Row = dict[str, str]
@@ -355,6 +356,8 @@ def _time_left(seconds: float) -> str:
 def runner_of(name: object, number: object, address: object) -> Runner:
     """The runner that `runner=`, `runner.processes=` and `runner.address=` describe. Raises InputError."""
     count = positive_int("runner", "processes", number)
+    if count > MOST_PROCESSES:
+        raise InputError(f"runner: processes={count} must be at most {MOST_PROCESSES}; give fewer, or runner=ray")
     if name == "processes":
         return processes(count)
     if name == "ray":

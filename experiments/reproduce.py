@@ -14,6 +14,7 @@ docs=DIR: results.md and the pictures also go there, and into the README beside 
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,11 +63,12 @@ def reproduce(options: Mapping[str, Any]) -> int:
         grid = run_grid(cells, folder, runner, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         kept = len(list(folder.glob("*.csv")))
-        print(f"interrupted; {kept} cells are kept in {folder}, the same command goes on from them")
+        print(f"interrupted; cells kept in {folder}: {kept}; the same command goes on from them")
         return 130
     tables = {name: TABLES[name].table(experiment, grid) for name, experiment in experiments.items()}
     text = results_text(tables, experiments, quick)
-    files = {"results.md": text, "summary.json": to_json_text(summary(tables, quick))}
+    figures = summary(tables, quick)
+    files = {"results.md": text, "summary.json": to_json_text(figures)}
     for name, table in tables.items():
         files[f"{name}.md"] = f"{table.markdown}\n"
         files[f"{name}.csv"] = csv_text([{key: row[key] for key in table.columns} for row in table.rows], table.columns)
@@ -75,7 +77,7 @@ def reproduce(options: Mapping[str, Any]) -> int:
         if table.draw is not None:
             table.draw(out / f"{name}.png")
     if options["docs"] not in ("none", None):
-        publish(out, Path(str(options["docs"])), tables)
+        publish(out, Path(str(options["docs"])), tables, figures)
     print(text)
     print(f"written: {out}")
     return 0
@@ -106,7 +108,7 @@ def summary(tables: Mapping[str, Table], quick: bool) -> dict[str, Any]:
         ]
         head["cells"] = sum(each["cells"] for each in throughput)
         head["cells_where_a_baseline_wins"] = sum(len(each["cells_where_a_baseline_wins"]) for each in throughput)
-        head["gap_to_bound_pct"] = {"median": sorted(gaps)[len(gaps) // 2], "max": max(gaps)} if gaps else None
+        head["gap_to_bound_pct"] = {"median": statistics.median(gaps), "max": max(gaps)} if gaps else None
     return {**head, "tables": {name: table.summary for name, table in tables.items()}}
 
 
@@ -134,9 +136,9 @@ def results_text(tables: Mapping[str, Table], experiments: Mapping[str, Experime
     return "\n\n".join(parts) + "\n"
 
 
-def headline(tables: Mapping[str, Table]) -> str:
-    """The README's table: our ranges beside the abstract's."""
-    found, paper = summary(tables, False), published()["autohaap"]
+def headline(found: Mapping[str, Any]) -> str:
+    """The README's table from the figures of `summary`: our ranges beside the abstract's."""
+    paper = published()["autohaap"]
     gap, efficiency = found["gap_to_bound_pct"], found[search_efficiency.KEY]
     every = [row[end] for row in efficiency.values() if row for end in ("min", "max")]
     lines = ["| AutoHAAP against the baselines | here, estimated | its abstract |", "|---|---|---|"]
@@ -154,7 +156,7 @@ def headline(tables: Mapping[str, Table]) -> str:
     return "\n".join(lines)
 
 
-def publish(out: Path, docs: Path, tables: Mapping[str, Table]) -> None:
+def publish(out: Path, docs: Path, tables: Mapping[str, Table], figures: Mapping[str, Any]) -> None:
     """Copy the page and its pictures to `docs`, and put the headline table into the README beside it.
 
     Raises InputError where tables are missing or the README has no place for it; nothing is written then.
@@ -172,7 +174,7 @@ def publish(out: Path, docs: Path, tables: Mapping[str, Table]) -> None:
         )
     files = {f"{name}.png": (out / f"{name}.png").read_bytes() for name, table in tables.items() if table.draw}
     write_files(docs, {"results.md": (out / "results.md").read_bytes(), **files})
-    write_files(readme.parent, {readme.name: f"{before}{BEGIN}\n{headline(tables)}\n{END}{after}".encode()})
+    write_files(readme.parent, {readme.name: f"{before}{BEGIN}\n{headline(figures)}\n{END}{after}".encode()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments import suite
+from experiments.paper import throughput
 from experiments.stored import stored
 from haap_rl import configs
 from haap_rl.cost.estimator import fingerprint
@@ -39,7 +40,7 @@ from haap_rl.tracking.record import to_json_text, write_files
 Floats = npt.NDArray[np.float64]
 BUDGETS = (100, 1000, 10_000, 100_000)
 SEARCHERS = ("random", "annealing", "ga", "autohaap", "ppo", "megatron")  # exact is the measure
-STRATEGIES = ("megatron", "alpa", "aceso", "amp", "metis", "sailor")  # of others; they draw nothing: one seed
+STRATEGIES = throughput.BASELINES  # of others; they draw nothing: one seed
 MOST = {"ppo": 1000}  # evaluations of a searcher that is too slow for more: its policy costs more than its plans
 OPTIMAL = 1e-6  # relative: what counts as the optimum
 RESAMPLES = 2000

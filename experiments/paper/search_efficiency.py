@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from experiments.grid import Cell, Grid, Rows
 from experiments.paper import throughput
 from experiments.paper.table import Experiment, Pair, Table, markdown, median_s, published, shown, spread, trace
+from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import load_problem
 
 KEY = "search_efficiency_x"
@@ -52,9 +53,10 @@ def reached(rows: Rows, wanted_s: float) -> Reached:
     return Reached(*(statistics.median(hit[i] for hit in found) for i in range(2)))
 
 
-def alpa_candidates(num_layers: int, num_devices: int) -> int:
+def alpa_candidates(problem: Problem) -> int:
     """Runs of layers x submeshes of 1, 2, 4, ... devices: what Alpa compiles and profiles before it chooses."""
-    return num_layers * (num_layers + 1) // 2 * num_devices.bit_length()
+    layers = problem.model.num_layers
+    return layers * (layers + 1) // 2 * problem.cluster.num_devices.bit_length()
 
 
 def table(experiment: Experiment, grid: Grid) -> Table:
@@ -84,7 +86,6 @@ def table(experiment: Experiment, grid: Grid) -> Table:
 
 def _row(pair: Pair, name: str, ours: Rows, theirs: Rows, fact: Mapping[str, Any], reason: str) -> dict[str, Any]:
     wanted = median_s(theirs)
-    problem = load_problem(*pair)
     hit = Reached(None, None) if wanted is None else reached(ours, wanted)
     evaluations = int(theirs[0]["evaluations"]) if wanted is not None else None
     seconds = float(theirs[0]["seconds"]) if wanted is not None else None
@@ -101,9 +102,7 @@ def _row(pair: Pair, name: str, ours: Rows, theirs: Rows, fact: Mapping[str, Any
         "x_by_seconds": _over(seconds, hit.seconds),
         "autohaap_budget_seconds": statistics.median(float(row["seconds"]) for row in ours) if ours else None,
         "published_search_seconds": fact.get(f"{name}_search_s"),
-        "alpa_candidates": alpa_candidates(problem.model.num_layers, problem.cluster.num_devices)
-        if name == "alpa"
-        else None,
+        "alpa_candidates": alpa_candidates(load_problem(*pair)) if name == "alpa" else None,
         "autohaap_operator_latencies": int(ours[0]["operator_evaluations"]) if ours else None,
         "never": wanted is not None and hit.evaluations is None,
     }

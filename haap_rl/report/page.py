@@ -246,10 +246,8 @@ def _limits(run: Run, plan: Plan, estimate: Estimate) -> list[Markup | None]:
     """What sets the pace, and what one change would buy."""
     record = run.record
     index, resource = estimate.bottleneck
-    stage, devices = (
-        estimate.stages[index],
-        " + ".join(f"{r.num_devices} {r.group}" for r in plan.stages[index].replicas),
-    )
+    stage = estimate.stages[index]
+    devices = " + ".join(f"{r.num_devices} {r.group}" for r in plan.stages[index].replicas)
     if not estimate.fits:
         text = f"Memory of stage {index} ({devices}): {estimate.bytes_missing / GIB:.2f} GiB are missing in all."
         return [element("h2", "What limits the plan"), element("p", text)]

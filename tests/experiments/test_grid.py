@@ -172,7 +172,12 @@ def test_a_search_that_cannot_be_made_has_a_reason_instead_of_a_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "number", "words"),
-    [("mpi", 2, "processes or ray"), ("processes", 0, "processes"), ("ray", "many", "whole number")],
+    [
+        ("mpi", 2, "processes or ray"),
+        ("processes", 0, "processes"),
+        ("ray", "many", "whole number"),
+        ("processes", 10**12, "at most 256"),
+    ],
 )
 def test_a_bad_runner_is_one_line(name, number, words):
     with pytest.raises(InputError, match=words):

@@ -13,6 +13,7 @@ from experiments.paper import equal_budgets, homogeneous_throughput, ideas, sear
 from experiments.paper.table import Experiment, bound_s, load, median_s, published, spread, trace
 from haap_rl import train
 from haap_rl.problem.presets import conf_dir, names, preset
+from tests.builders import group, problem
 
 PAIR = ("gpt3_350m", "v100x4_t4x4")
 MIXED = ("gpt3_1_3b", "v100x4_t4x4")
@@ -129,8 +130,10 @@ def test_a_search_is_as_good_at_the_first_point_of_its_trace_that_is():
 
 
 def test_alpa_profiles_every_run_of_layers_on_every_submesh():
-    assert search_efficiency.alpa_candidates(2, 1) == 3  # first, second, both; on one device
-    assert search_efficiency.alpa_candidates(3, 4) == 18  # six runs on 1, 2 and 4 devices
+    two_on_one = problem([group(per_node=1)], {"num_layers": 2})
+    assert search_efficiency.alpa_candidates(two_on_one) == 3  # first, second, both
+    three_on_four = problem([group(per_node=4)], {"num_layers": 3})
+    assert search_efficiency.alpa_candidates(three_on_four) == 18  # six runs on 1, 2 and 4 devices
 
 
 def test_efficiency_is_the_baselines_cost_over_what_autohaap_took_to_be_as_good():
@@ -289,7 +292,7 @@ def test_an_interrupted_run_says_what_is_kept(few, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(reproduce, "runner_of", lambda *options: interrupted)
     assert reproduce.main([f"out={tmp_path}", "table=ideas"]) == 130
-    assert "1 cells are kept" in capsys.readouterr().out
+    assert f"cells kept in {tmp_path / 'cells'}: 1;" in capsys.readouterr().out
 
 
 def test_without_a_proof_there_is_no_gap_to_show():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from haap_rl.problem.errors import positive_int
+from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.plan import Problem, even_layers
 from haap_rl.search.base import Explained, Objective
 from haap_rl.search.strategies import one_type
@@ -32,6 +32,7 @@ from haap_rl.space.space import Genome, Space
 Rank = tuple[bool, int, float]
 # (space, configuration, bottleneck stage, partners) -> the configurations after it
 Primitive = Callable[[Space, Genome, int, Sequence[int]], Iterator[Genome]]
+MOST_HOPS = 100  # each is a call inside the one before it
 PARTNERS = 2  # stages, the least loaded ones, that layers go to and devices come from
 
 
@@ -45,6 +46,8 @@ class Aceso:
     def __init__(self, devices: str | None = None, hops: int = 7) -> None:
         where = "search=aceso"
         self.devices, self.hops = one_type.one_of(where, devices), positive_int(where, "hops", hops)
+        if self.hops > MOST_HOPS:
+            raise InputError(f"{where}: hops={self.hops} must be at most {MOST_HOPS}; give for example hops=7")
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
         views = one_type.views(objective, self.devices)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from haap_rl.problem.errors import InputError
 from haap_rl.search.base import Budget, Objective, Prices, load_searcher, run_search
 from haap_rl.search.strategies import aceso, one_type
 from haap_rl.search.strategies.aceso import PRIMITIVES, RELIEVES, Aceso, Descent, even_start
@@ -205,3 +206,9 @@ def test_more_evaluations_are_no_worse_on_a_real_case():
         for n in (200, 2000)
     ]
     assert times[1] <= times[0]
+
+
+@pytest.mark.parametrize(("hops", "words"), [(0, "at least 1"), (10**15, "at most 100")])
+def test_absurd_hops_are_refused(hops, words):
+    with pytest.raises(InputError, match=words):
+        Aceso(hops=hops)
