@@ -39,8 +39,12 @@ def conf_dir() -> str:
 
 
 def names(group: str) -> list[str]:
-    """Sorted names of the presets in `conf/<group>/`; `file`, which stands for a person's own file, is none."""
-    return sorted(path.stem for path in Path(conf_dir(), group).glob("*.yaml") if path.stem != FILE)
+    """Sorted names of the presets in `conf/<group>/`.
+
+    `file`, which stands for a person's own file, is none, nor is `_shared`, which presets have in common.
+    """
+    stems = (path.stem for path in Path(conf_dir(), group).glob("*.yaml"))
+    return sorted(stem for stem in stems if stem != FILE and not stem.startswith("_"))
 
 
 def choices(group: str) -> list[str]:
@@ -54,8 +58,15 @@ def preset(group: str, name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, names(group), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(f"{group}={name!r} is not known; {hint}choices: {', '.join(names(group))}")
+    return _merged(group, name)
+
+
+def _merged(group: str, name: str) -> dict[str, Any]:
+    """The file of a group over those in its Hydra list `defaults`, later ones over earlier ones."""
     with open(Path(conf_dir(), group, f"{name}.yaml"), encoding="utf-8") as file:
-        return dict(yaml.safe_load(file) or {})
+        own = dict(yaml.safe_load(file) or {})
+    below = [entry for entry in own.pop("defaults", []) if entry != "_self_"]  # which is last in all of ours
+    return {key: value for part in (*(_merged(group, entry) for entry in below), own) for key, value in part.items()}
 
 
 def resolved(model: Mapping[str, Any], cluster: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

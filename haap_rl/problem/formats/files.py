@@ -56,10 +56,19 @@ def read_text(path: object, what: str, largest_bytes: int = LARGEST_TEXT_BYTES) 
 
 def read_json_object(path: object, what: str) -> dict[str, Any]:
     """The JSON object in the file `path`. Raises InputError as `read_text` does, and for anything but one object."""
+    data = read_json(path, what)
+    if not isinstance(data, dict):
+        where = f"{what} {str(path)!r}"
+        raise InputError(f"{where}: holds {shown(data)}, not a JSON object; check that it is the right file")
+    return data
+
+
+def read_json(path: object, what: str) -> Any:
+    """The JSON in the file `path`. Raises InputError as `read_text` does, and for anything else."""
     text = read_text(path, what)
     where = f"{what} {str(path)!r}"
     try:
-        data = json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{where}: line {error.lineno} column {error.colno} is not JSON ({error.msg}); is the file complete?"
@@ -68,9 +77,6 @@ def read_json_object(path: object, what: str) -> dict[str, Any]:
         raise InputError(f"{where}: is nested too deeply; check that it is the right file") from None
     except ValueError as error:  # a key twice, or a whole number of more than 4,300 digits
         raise InputError(f"{where}: {str(error).split(';')[0]}; correct it") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{where}: holds {shown(data)}, not a JSON object; check that it is the right file")
-    return data
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
