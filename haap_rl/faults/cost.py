@@ -267,7 +267,7 @@ class FaultEstimator(Estimator):
                 optimizer_s=cost.optimizer_s,
                 num_devices=sum(replica_of(keys[i], r).tp for r, work in enumerate(state.work[i]) if work),
             )
-            cells_of[i] = self.stage_memory(i, state.work[i], keys, m)
+            cells_of[i] = self.stage_memory(i, state.work[i], keys, schedule.in_flight(len(keys), i, m))
         forward, backward = [s.forward_s for s in stages], [s.backward_s for s in stages]
         ends = schedule.stage_ends_s(forward, backward, healthy.delays_s, healthy.delays_s, m)
         iteration_s = max(end + stage.tail_s for end, stage in zip(ends, stages, strict=True))
@@ -299,7 +299,8 @@ class FaultEstimator(Estimator):
             if any(task.backward == "mecefo" for task in tasks):
                 where = replica_of(key, replica)
                 refresh_s = max(refresh_s, self.refresh_s(where.group, where.tp, key.num_layers))
-        live = live_key(key, [bool(tasks) for tasks in work])
+        alive = [bool(tasks) for tasks in work]
+        live = live_key(key, alive) if any(alive) else key  # cells of another stage hold all of it (Bamboo)
         units = stage_units(key.first, key.last, key.num_layers, self.problem.model.tied_embeddings)
         parameters = [
             sum(memory.unit_parameters(self.problem.model, unit, replica.tp) for unit in units)
@@ -321,12 +322,14 @@ class FaultEstimator(Estimator):
         return forward_s, backward_s
 
     def stage_memory(
-        self, index: int, work: Sequence[Work], keys: Sequence[StageKey], num_microbatches: int
+        self, index: int, work: Sequence[Work], keys: Sequence[StageKey], held: int
     ) -> tuple[StageMemory, ...]:
-        """Peak bytes on a device of each distinct live cell of a stage whose replicas do `work`."""
+        """Peak bytes on a device of each distinct live cell of a stage whose replicas do `work`.
+
+        held: micro-batches in flight.
+        """
         dp = sum(1 for tasks in work if tasks)
         cells = {(replica_of(keys[index], r), tasks): r for r, tasks in enumerate(work) if tasks}
-        held = schedule.in_flight(len(keys), index, num_microbatches)
         return tuple(self.cell_memory(index, r, tasks, keys, dp, held) for (_, tasks), r in cells.items())
 
     def cell_memory(
@@ -365,14 +368,16 @@ class FaultEstimator(Estimator):
             capacity_bytes=group.device.memory_bytes,
         )
 
-    def state_bytes(self, key: StageKey, replica: ReplicaKey, dp: int | None = None) -> int:
-        """Weights and optimiser state of a stage on one device of a replica: what a returning cell must be given.
-
-        dp: replicas that divide the optimiser state; None: those of the stage.
-        """
-        shards = sum(r.dp for r in key.replicas) if dp is None else dp
-        run = self._run_bytes(_run_key(key, replica, Task(0, 1), shards))
+    def state_bytes(self, key: StageKey, replica: ReplicaKey) -> int:
+        """Weights and optimiser state on one device of a replica: what a returning cell must be given."""
+        run = self._run_bytes(_run_key(key, replica, Task(0, 1), sum(r.dp for r in key.replicas)))
         return run.weights + run.optimizer
+
+    def shard_bytes(self, key: StageKey, replica: ReplicaKey) -> int:
+        """The part of the optimiser state that nobody but this device of a replica holds."""
+        if key.zero_stage == 0:
+            return 0
+        return self._run_bytes(_run_key(key, replica, Task(0, 1), sum(r.dp for r in key.replicas))).optimizer
 
     def redundant_bytes_missing(self, state: Degraded) -> int:
         """Bytes that the cells lack, summed, where every cell keeps the state of the next stage too (Bamboo)."""

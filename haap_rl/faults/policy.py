@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
+from haap_rl.cost.estimator import ReplicaKey, StageKey
 from haap_rl.cost.schedule import in_flight
 from haap_rl.faults.cost import (
     Cell,
@@ -28,7 +29,7 @@ from haap_rl.faults.response import Transitions
 from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.errors import InputError, check_keys, shown, yes_or_no
-from haap_rl.problem.plan import Plan, Stage
+from haap_rl.problem.plan import Plan
 
 
 class Down(NamedTuple):
@@ -122,6 +123,11 @@ class Policy(abc.ABC):
         """
         return False
 
+    @property
+    def fills_bubbles(self) -> bool:
+        """Whether what live cells take on runs in bubbles (`cost.Degraded`)."""
+        return False
+
     def transitions(self, estimator: FaultEstimator, plan: Plan) -> Transitions:
         """Seconds in which nothing is trained; those of a policy that goes on with whoever lives.
 
@@ -163,15 +169,8 @@ def _check_pipelines(name: str, plan: Plan) -> None:
 
 def copy_s(estimator: FaultEstimator, plan: Plan) -> float:
     """Seconds to hand a returning cell its weights and optimiser state from a peer, the slowest cell of the plan."""
-    cluster, seconds = estimator.problem.cluster, 0.0
-    for key in estimator.keys(plan):
-        for replica in key.replicas:
-            group = cluster.groups[replica.group]
-            # each device copies its own share; those of one node share its adapters
-            here = min(replica.tp, group.devices_per_node)
-            bytes_per_s = group.inter_node.bandwidth_bytes_per_s / here
-            seconds = max(seconds, estimator.state_bytes(key, replica) / bytes_per_s)
-    return seconds
+    pairs = [(key, replica) for key in estimator.keys(plan) for replica in key.replicas]
+    return max(_moved_s(estimator, replica, estimator.state_bytes(key, replica)) for key, replica in pairs)
 
 
 def shard_s(estimator: FaultEstimator, plan: Plan) -> float:
@@ -181,19 +180,67 @@ def shard_s(estimator: FaultEstimator, plan: Plan) -> float:
     """
     if plan.zero_stage == 0:
         return 0.0
-    cluster, seconds = estimator.problem.cluster, 0.0
-    for key in estimator.keys(plan):
-        for replica in key.replicas:
-            group = cluster.groups[replica.group]
-            shard = estimator.state_bytes(key, replica) - estimator.state_bytes(key, replica, dp=10**9)
-            seconds = max(
-                seconds, shard / group.inter_node.bandwidth_bytes_per_s * min(replica.tp, group.devices_per_node)
-            )
-    return seconds
+    pairs = [(key, replica) for key in estimator.keys(plan) for replica in key.replicas]
+    return max(_moved_s(estimator, replica, estimator.shard_bytes(key, replica)) for key, replica in pairs)
+
+
+def _moved_s(estimator: FaultEstimator, replica: ReplicaKey, num_bytes: int) -> float:
+    """Seconds to send so many bytes to each device of one replica, all at once through their node's adapters."""
+    group = estimator.problem.cluster.groups[replica.group]
+    sharing = max(group.nics_per_node, min(replica.tp, group.devices_per_node))
+    return num_bytes * sharing / group.inter_node.bandwidth_bytes_per_s
+
+
+class PartOfPlan(NamedTuple):
+    """One stage of a plan, as a policy that looks at stages one by one sees it.
+
+    stage     its index in the plan, and in `keys`
+    samples   of each micro-batch, of each of its replicas
+    held      micro-batches in flight
+    """
+
+    keys: tuple[StageKey, ...]
+    stage: int
+    samples: tuple[int, ...]
+    held: int
+
+
+def part_of(estimator: FaultEstimator, plan: Plan, index: int) -> PartOfPlan:
+    """A stage of a plan, as `StagePolicy` takes it."""
+    held = in_flight(len(plan.stages), index, plan.num_microbatches)
+    return PartOfPlan(estimator.keys(plan), index, tuple(replica_samples(plan.stages[index])), held)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePolicy(Policy):
+    """A policy by which every stage helps itself: its live replicas do what its dead ones did."""
+
+    @abc.abstractmethod
+    def stage_work(
+        self, estimator: FaultEstimator, part: PartOfPlan, dead: Sequence[int]
+    ) -> tuple[Work, ...] | Stopped:
+        """Work of the replicas of a stage of which `dead`, some but not all, are down."""
+
+    def separable(self, plan: Plan) -> bool:
+        return True
+
+    def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
+        stopped = lost_stage(plan, down)
+        if stopped is not None:
+            return stopped
+        work = list(healthy_work(plan))
+        for i, own in enumerate(work):
+            dead = [r for r in range(len(own)) if Cell(i, r) in down.cells]
+            if dead:
+                taken = self.stage_work(estimator, part_of(estimator, plan, i), dead)
+                if isinstance(taken, Stopped):
+                    return taken
+                work[i] = taken
+        return Degraded(plan, tuple(work))
 
 
 def take_over(
-    estimator: FaultEstimator, plan: Plan, index: int, dead: Sequence[int], options: MecefoOptions, degraded: bool
+    estimator: FaultEstimator, part: PartOfPlan, dead: Sequence[int], options: MecefoOptions, degraded: bool
 ) -> tuple[Work, ...] | Stopped:
     """Work of the replicas of one stage when live peers do the dead ones' tasks whole.
 
@@ -201,8 +248,7 @@ def take_over(
     (`on_overload=chain`), or a restart. most_slack: the dead one with most samples first, to the peer that fits and
     then takes least time. spread: every live peer in turn, so that all of them do 1 / live of it.
     """
-    stage = plan.stages[index]
-    samples = replica_samples(stage)
+    index, samples = part.stage, part.samples
     live = [r for r in range(len(samples)) if r not in dead]
     taken: dict[int, list[Task]] = {r: [] for r in live}
     if options.takeover == "spread":
@@ -220,17 +266,11 @@ def take_over(
     else:
         for r in sorted(dead, key=lambda r: (-samples[r], r)):
             task = Task(index, samples[r])
-            strain = {
-                other: _strain(estimator, plan, index, other, [*taken[other], task], degraded, len(live))
-                for other in live
-            }
-            taken[min(live, key=lambda other: (*strain[other], other))].append(task)
+            strain = {peer: _strain(estimator, part, peer, [*taken[peer], task], degraded, len(live)) for peer in live}
+            taken[min(live, key=lambda peer: (*strain[peer], peer))].append(task)
     work = tuple((Task(index, samples[r]), *_merged(taken[r])) if r in taken else () for r in range(len(samples)))
-    if not degraded:
-        return work
-    unaffected = [r for r in live if not taken[r]]
-    if not unaffected and options.empty_set == "use_degraded":
-        return work  # attention is skipped nowhere then: priced as exact take-over, which is what its backward costs
+    if not degraded or (options.empty_set == "use_degraded" and all(taken[r] for r in live)):
+        return work  # attention is skipped nowhere then: priced as an exact take-over, whose backward pass it has
     return tuple(
         tuple(task._replace(backward="mecefo") for task in tasks) if taken.get(r) else tasks
         for r, tasks in enumerate(work)
@@ -248,43 +288,13 @@ def _merged(tasks: Sequence[Task]) -> Work:
 
 
 def _strain(
-    estimator: FaultEstimator,
-    plan: Plan,
-    index: int,
-    replica: int,
-    tasks: Sequence[Task],
-    degraded: bool,
-    num_live: int,
+    estimator: FaultEstimator, part: PartOfPlan, replica: int, tasks: Sequence[Task], degraded: bool, num_live: int
 ) -> tuple[int, float]:
     """(bytes missing, busy seconds) of one of `num_live` live replicas that does `tasks` besides its own work."""
-    keys = estimator.keys(plan)
-    own = Task(index, replica_samples(plan.stages[index])[replica])
+    own = Task(part.stage, part.samples[replica])
     work = tuple(task._replace(backward="mecefo" if degraded else "exact") for task in (own, *tasks))
-    held = in_flight(len(keys), index, plan.num_microbatches)
-    cell = estimator.cell_memory(index, replica, work, keys, num_live, held)
-    return cell.missing_bytes, sum(estimator.cell_s(index, replica, work, keys))
-
-
-def _dead(down: Down, index: int, stage: Stage) -> list[int]:
-    return [r for r in range(len(replica_samples(stage))) if Cell(index, r) in down.cells]
-
-
-def _by_stage(
-    estimator: FaultEstimator, plan: Plan, down: Down, options: MecefoOptions, degraded: bool
-) -> Degraded | Stopped:
-    """Each stage's dead replicas taken over by its live ones."""
-    stopped = lost_stage(plan, down)
-    if stopped is not None:
-        return stopped
-    work = list(healthy_work(plan))
-    for i, stage in enumerate(plan.stages):
-        dead = _dead(down, i, stage)
-        if dead:
-            taken = take_over(estimator, plan, i, dead, options, degraded)
-            if isinstance(taken, Stopped):
-                return taken
-            work[i] = taken
-    return Degraded(plan, tuple(work))
+    cell = estimator.cell_memory(part.stage, replica, work, part.keys, num_live, part.held)
+    return cell.missing_bytes, sum(estimator.cell_s(part.stage, replica, work, part.keys))
 
 
 def _ring_is_separable(plan: Plan, options: MecefoOptions) -> bool:
@@ -295,7 +305,7 @@ def _ring_is_separable(plan: Plan, options: MecefoOptions) -> bool:
 
 # ---------------------------------------------------------------------------------------------- the eight policies
 @dataclass(frozen=True, slots=True)
-class Restart(Policy):
+class Restart(StagePolicy):
     """All stop and wait for the repair, then load the checkpoint (torchrun with a fixed number of nodes).
 
     Checkpoints by Young (1974) and Daly (2006); nothing is reserved.
@@ -303,17 +313,13 @@ class Restart(Policy):
 
     name: ClassVar[str] = "restart"
 
-    def separable(self, plan: Plan) -> bool:
-        return True
-
     def check(self, plan: Plan) -> None:
         """Every plan can be restarted."""
 
-    def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
-        if down.cells:
-            i, r = min(down.cells)
-            return Stopped(f"stage {i} has lost replica {r}, and all wait for it")
-        return Degraded(plan, healthy_work(plan))
+    def stage_work(
+        self, estimator: FaultEstimator, part: PartOfPlan, dead: Sequence[int]
+    ) -> tuple[Work, ...] | Stopped:
+        return Stopped(f"stage {part.stage} has lost replica {dead[0]}, and all wait for it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +445,7 @@ class Oobleck(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class ReCycle(Policy):
+class ReCycle(StagePolicy):
     """The dead cell's micro-batches go to all live peers of its stage in turn (ReCycle, SOSP 2024, arXiv 2405.14009).
 
     Without `constants.recycle_fills_bubbles` our figure is pessimistic, with it optimistic.
@@ -447,18 +453,22 @@ class ReCycle(Policy):
 
     name: ClassVar[str] = "recycle"
 
-    def separable(self, plan: Plan) -> bool:
-        return True
+    @property
+    def fills_bubbles(self) -> bool:
+        return self.constants.recycle_fills_bubbles
+
+    def stage_work(
+        self, estimator: FaultEstimator, part: PartOfPlan, dead: Sequence[int]
+    ) -> tuple[Work, ...] | Stopped:
+        return take_over(estimator, part, dead, replace(self.options, takeover="spread"), degraded=False)
 
     def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
-        state = _by_stage(estimator, plan, down, replace(self.options, takeover="spread"), degraded=False)
-        if isinstance(state, Stopped) or not self.constants.recycle_fills_bubbles:
-            return state
-        return replace(state, fills_bubbles=True)
+        action = StagePolicy.apply(self, estimator, plan, down)
+        return replace(action, fills_bubbles=self.fills_bubbles) if isinstance(action, Degraded) else action
 
 
 @dataclass(frozen=True, slots=True)
-class NaiveNeighbour(Policy):
+class NaiveNeighbour(StagePolicy):
     """One peer does both tasks, exactly, if it has the memory; else training stops."""
 
     name: ClassVar[str] = "naive_neighbour"
@@ -466,12 +476,14 @@ class NaiveNeighbour(Policy):
     def separable(self, plan: Plan) -> bool:
         return _ring_is_separable(plan, self.options)
 
-    def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
-        return _by_stage(estimator, plan, down, self.options, degraded=False)
+    def stage_work(
+        self, estimator: FaultEstimator, part: PartOfPlan, dead: Sequence[int]
+    ) -> tuple[Work, ...] | Stopped:
+        return take_over(estimator, part, dead, self.options, degraded=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Mecefo(Policy):
+class Mecefo(StagePolicy):
     """One peer does both tasks with MeCeFO's cheap backward pass (arXiv 2510.16415, NeurIPS 2025).
 
     Attention gradients of takers are not computed; options say who takes over, and what the paper leaves open.
@@ -483,8 +495,10 @@ class Mecefo(Policy):
     def separable(self, plan: Plan) -> bool:
         return _ring_is_separable(plan, self.options)
 
-    def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
-        return _by_stage(estimator, plan, down, self.options, degraded=True)
+    def stage_work(
+        self, estimator: FaultEstimator, part: PartOfPlan, dead: Sequence[int]
+    ) -> tuple[Work, ...] | Stopped:
+        return take_over(estimator, part, dead, self.options, degraded=True)
 
 
 @dataclass(frozen=True, slots=True)

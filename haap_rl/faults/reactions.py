@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from haap_rl.faults.cost import Cell, Degraded, FaultEstimator
+from haap_rl.faults.model import Component
 from haap_rl.faults.policy import Down, Policy, Stopped
 from haap_rl.faults.response import Response, Transitions
 from haap_rl.problem.placement import place
 from haap_rl.problem.plan import Plan, Problem
-
-if TYPE_CHECKING:
-    from haap_rl.faults.model import Component
 
 
 def cell_devices(problem: Problem, plan: Plan) -> dict[tuple[int, int], Cell]:
@@ -32,7 +30,8 @@ class Reactions:
     """`reactions(down) -> Response` for sets of components (indices) that are down, each worked out once.
 
     transitions     seconds in which nothing is trained; `checkpoint_interval_s` as given
-    cells           of each component, the cells that it takes with it, in order
+    cells, idle     of each component: the cells that it takes with it, and of each device group the idle devices
+    spare           idle devices of each device group, all alive
     """
 
     def __init__(
@@ -49,22 +48,25 @@ class Reactions:
             self.transitions = self.transitions._replace(checkpoint_interval_s=checkpoint_interval_s)
         of_device = cell_devices(estimator.problem, plan)
         self.cells: list[tuple[Cell, ...]] = []
-        self._idle: list[frozenset[tuple[int, int]]] = []  # of each component, the idle devices it takes with it
+        self.idle: list[tuple[tuple[int, int], ...]] = []
+        self._lost: list[frozenset[tuple[int, int]]] = []  # of each component, the idle devices it takes with it
         for component in self.components:
-            devices = [(component.group, component.first + d) for d in range(component.devices)]
+            devices = [(component.group, component.first_device + d) for d in range(component.num_devices)]
             self.cells.append(tuple(sorted({of_device[d] for d in devices if d in of_device})))
-            self._idle.append(frozenset(d for d in devices if d not in of_device))
+            lost = frozenset(d for d in devices if d not in of_device)
+            self._lost.append(lost)
+            self.idle.append(tuple(sorted(Counter(group for group, _ in lost).items())))
         groups = estimator.problem.cluster.groups
         used = [sum(1 for group, _ in of_device if group == g) for g in range(len(groups))]
-        self._spare = tuple(group.num_devices - n for group, n in zip(groups, used, strict=True))
+        self.spare = tuple(group.num_devices - n for group, n in zip(groups, used, strict=True))
         self._layers = [key.num_layers for key in estimator.keys(plan)]
         self._known: dict[Down, Response] = {}
 
     def __call__(self, down: frozenset[int]) -> Response:
         """How training goes on while the components `down` are down."""
         cells = frozenset(cell for index in down for cell in self.cells[index])
-        lost = frozenset(device for index in down for device in self._idle[index])
-        idle = tuple(n - sum(1 for group, _ in lost if group == g) for g, n in enumerate(self._spare))
+        lost = frozenset(device for index in down for device in self._lost[index])
+        idle = tuple(n - sum(1 for group, _ in lost if group == g) for g, n in enumerate(self.spare))
         return self.of(Down(cells, idle))
 
     def of(self, down: Down) -> Response:
@@ -88,7 +90,8 @@ class Reactions:
             return Response(0.0, reason="the take-over does not fit in memory", out_of_memory=True)
         # work that is shared out anew never makes the whole faster than the healthy plan, which could do the same
         rate = min(estimate.tokens_per_s, healthy.tokens_per_s)
-        return Response(rate, self._attention_lost(action), estimate_lost(action, estimator))
+        samples_lost = action.samples_lost * plan.num_microbatches / estimator.problem.global_batch_size
+        return Response(rate, self._attention_lost(action), samples_lost)
 
     def _attention_lost(self, state: Degraded) -> float:
         """Share of attention gradients, layer by sample, that takers skip."""
@@ -105,8 +108,3 @@ class Reactions:
         other.__dict__.update(self.__dict__)
         other.transitions = self.transitions._replace(checkpoint_interval_s=checkpoint_interval_s)
         return other
-
-
-def estimate_lost(state: Degraded, estimator: FaultEstimator) -> float:
-    """Share of each batch that is dropped."""
-    return state.samples_lost * state.plan.num_microbatches / estimator.problem.global_batch_size
