@@ -280,7 +280,7 @@ def command(config: dict[str, Any], _: Path) -> int:
     title = f"{problem.model.name} on {problem.cluster.name}, faults {faults}: {len(traces)} x {hours:g} h"
     console.print(simulation_table(title, runs))
     down, some_down = mean_down(components), probability_any_down(components)
-    said = f"{len(components)} components, in the long run {down:.2f} down on average, some for {some_down:.1%} of the time"
+    said = f"{len(components)} components, in the long run {down:.2f} down on average, some {some_down:.1%} of the time"
     console.print(said, highlight=False, soft_wrap=True)
     if config["out"] is not None:
         result = {

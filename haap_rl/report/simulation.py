@@ -79,7 +79,7 @@ ROWS = (
 
 
 def simulation_table(title: str, runs: Mapping[str, Sequence[Run]]) -> Table:
-    """A column per policy: means over the traces; goodput with half of its 95 % interval where there are several."""
+    """A column per policy: means over the traces, and half of the 95 % interval where there are several."""
     table = Table(title=title)
     table.add_column("", no_wrap=True)
     for policy in runs:
@@ -89,7 +89,7 @@ def simulation_table(title: str, runs: Mapping[str, Sequence[Run]]) -> Table:
         cells = []
         for rows in every:
             values = [row[name] for row in rows]
-            half = half_width(values) if name in ("tokens_per_s", "of_failure_free") else None
+            half = half_width(values) if name == "of_failure_free" else None
             mean = format(statistics.fmean(values), form)
             cells.append(mean if half is None else f"{mean} ± {format(half, form).rstrip('%')}")
         table.add_row(words, *cells)
@@ -149,8 +149,10 @@ def picture(title: str, runs: Mapping[str, Run]) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlim(0, end_s / 3600)
     rows[-1].set_xlabel("hours")
-    handles = [Patch(color=COLORS[kind], label=LABELS[kind]) for kind in COLORS]
-    handles.append(Line2D([], [], color="black", label="goodput so far"))
+    handles = [
+        *(Patch(color=color, label=LABELS[kind]) for kind, color in COLORS.items()),
+        Line2D([], [], color="black", label="goodput so far"),
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     target = io.BytesIO()
     figure.savefig(target, format="png", dpi=110)
