@@ -35,6 +35,18 @@ def test_imports_go_one_way():
                 assert not any(name.startswith("haap_envs") for name in imports(path)), path
 
 
+def test_faults_sit_on_problem_cost_and_the_options_of_mecefo():
+    for path in (ROOT / "haap_rl" / "faults").glob("*.py"):
+        # the command draws and writes as well, and reads a command line
+        allowed = {"problem", "cost", "faults"} | (
+            {"configs", "report", "tracking"} if path.name == "simulate.py" else set()
+        )
+        for name in imports(path):
+            assert (
+                not name.startswith("haap_rl.") or room(name) in allowed or name.startswith("haap_rl.mecefo.options")
+            ), (path, name)
+
+
 def test_environments_sit_on_problem_cost_space_and_the_search_contract():
     for path in (ROOT / "envs" / "haap_envs").glob("*.py"):
         for name in imports(path):

@@ -1,7 +1,8 @@
 """What training achieves while things fail: `python -m haap_rl.faults.simulate plan=FILE faults=NAME policy=[...]`.
 
 An event simulation of one trace takes milliseconds; all policies meet the same traces. `markov.py` has the exact
-expectation for few components.
+expectation for few components. The command prints a table of the policies; with out=DIR it writes every figure
+(simulate.json, runs.csv) and draws the first trace (timeline.png).
 
 What counts: when training goes on in a new set of components down, a dead time comes first: restart_s if it was
 stopped before, else failure_s if something failed, else return_s. A change within it begins the new state's own dead
@@ -12,13 +13,27 @@ and cost nothing; infinity means none. A dead time interrupts a checkpoint that 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from haap_rl import configs
 from haap_rl.faults.response import Response, Transitions
-from haap_rl.faults.traces import Trace
+from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int, shown
 
+if TYPE_CHECKING:
+    from haap_rl.faults.model import Component, FailureModel
+    from haap_rl.faults.traces import Trace
+    from haap_rl.problem.cluster import Cluster
+    from haap_rl.problem.plan import Plan, Problem
+
+KEYS = ("model", "cluster", "problem", "estimator", "faults", "plan", "policy", "trace", "hours", "traces", "start")
+STARTS = ("all_up", "stationary")
+DRAWN_HOURS, MOST_HOURS = 720.0, 1e6
+MOST_TRACES = 10_000
 RUNNING, DEGRADED, TRANSITION, STOPPED = "running", "degraded", "transition", "stopped"
 
 
@@ -42,13 +57,18 @@ class Seconds(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What was going on between two times; tokens_per_s while it trains, checkpoints not counted."""
+    """What was going on between two times: `kind`, one of the four.
+
+    tokens_per_s: while it trains, checkpoints not counted. tokens: made in it, less those that its beginning lost, so
+    that all spans together have the tokens that count.
+    """
 
     kind: str
     start_s: float
     end_s: float
     num_down: int
     tokens_per_s: float
+    tokens: float
 
 
 class Run(NamedTuple):
@@ -172,23 +192,28 @@ def simulate(trace: Trace, reactions: Reactions) -> Run:
     seconds = {"transitions": 0.0, "restarts": 0.0, "stopped": 0.0}
     spans: list[Span] = []
     num_stops = num_out_of_memory = 0
-    now_s = 0.0
+    now_s = told = 0.0
+
+    def tell(kind: str, start_s: float, end_s: float, tokens_per_s: float = 0.0) -> None:
+        nonlocal told
+        tokens = training.kept.tokens + training.pending.tokens
+        spans.append(Span(kind, start_s, end_s, len(down), tokens_per_s, tokens - told))
+        told = tokens
 
     def until(end_s: float) -> None:
         """Let what is going on go on."""
         length_s = end_s - now_s
         if not response.runs:
             seconds["stopped"] += length_s
-            spans.append(Span(STOPPED, now_s, end_s, len(down), 0.0))
+            tell(STOPPED, now_s, end_s)
             return
         idle_s = min(dead_s, length_s)
         if idle_s:
             seconds["restarts" if restarting else "transitions"] += idle_s
-            spans.append(Span(TRANSITION, now_s, now_s + idle_s, len(down), 0.0))
+            tell(TRANSITION, now_s, now_s + idle_s)
         if length_s > idle_s:
             training.goes_on(length_s - idle_s, response)
-            kind = RUNNING if response == healthy else DEGRADED
-            spans.append(Span(kind, now_s + idle_s, end_s, len(down), response.tokens_per_s))
+            tell(RUNNING if response == healthy else DEGRADED, now_s + idle_s, end_s, response.tokens_per_s)
 
     for time_s, changes in groupby(trace.changes, key=lambda change: change.time_s):
         until(time_s)
@@ -225,3 +250,119 @@ def simulate(trace: Trace, reactions: Reactions) -> Run:
         samples_lost=kept.samples_dropped / (kept.tokens + kept.samples_dropped) if kept.tokens else 0.0,
         spans=tuple(spans),
     )
+
+
+# ------------------------------------------------------------------------------------------- the command
+def command(config: dict[str, Any], _: Path) -> int:
+    """Simulate the plan that `config` names under each policy and print a table; the exit status."""
+    from rich.console import Console
+
+    from haap_rl.faults.model import failure_model_from_config, mean_down, probability_any_down
+    from haap_rl.problem.presets import problem_from_config
+    from haap_rl.report.simulation import picture, runs_csv, simulation_table, summary
+    from haap_rl.tracking.record import to_json_text, write_files
+
+    check_keys("configuration", config, (*KEYS, "seed", "out"))
+    policies = policies_of(config["policy"])
+    failures = failure_model_from_config(config["faults"])
+    problem = problem_from_config(config["model"], config["cluster"], config["problem"])
+    plan = problem.load_plan(str(config["plan"]))
+    traces = traces_of(config, failures, problem.cluster)
+    components = traces[0].components
+    runs: dict[str, list[Run]] = {}
+    for policy in policies:
+        reactions = reactions_of(config, problem, plan, policy, components)
+        runs[policy] = [simulate(trace, reactions) for trace in traces]
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    hours = traces[0].horizon_s / 3600
+    faults = failures.name if config["trace"] is None else Path(str(config["trace"])).name
+    title = f"{problem.model.name} on {problem.cluster.name}, faults {faults}: {len(traces)} x {hours:g} h"
+    console.print(simulation_table(title, runs))
+    down, some_down = mean_down(components), probability_any_down(components)
+    said = f"{len(components)} components, in the long run {down:.2f} down on average, some {some_down:.1%} of the time"
+    console.print(said, highlight=False, soft_wrap=True)
+    if config["out"] is not None:
+        result = {
+            "model": problem.model.name,
+            "cluster": problem.cluster.name,
+            "faults": config["faults"],
+            "trace": config["trace"],
+            "start": config["start"] if config["trace"] is None else None,
+            "seed": config["seed"],
+            "hours": hours,
+            "traces": len(traces),
+            "components": len(components),
+            "mean_down": down,
+            "probability_any_down": some_down,
+            "policies": {policy: summary(some) for policy, some in runs.items()},
+        }
+        contents = {
+            "simulate.json": to_json_text(result).encode(),
+            "runs.csv": runs_csv(runs).encode(),
+            "timeline.png": picture(title, {policy: some[0] for policy, some in runs.items()}),
+        }
+        write_files(Path(str(config["out"])), contents)
+        console.print(f"written: {config['out']}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def reactions_of(
+    config: Mapping[str, Any], problem: Problem, plan: Plan, policy: str, components: Sequence[Component]
+) -> Reactions:
+    """How `plan` goes on under `policy` with the options in config["faults"]. Raises InputError."""
+    from haap_rl.cost.profile_files import profile_from_config
+    from haap_rl.faults.cost import FaultEstimator
+    from haap_rl.faults.policy import constants_from_config, mecefo_options, policy_named
+    from haap_rl.faults.reactions import Reactions as PolicyReactions
+
+    cached, profile = profile_from_config(config["estimator"])
+    options = mecefo_options(config["faults"]["mecefo"])
+    chosen = policy_named(policy, options, constants_from_config(config["faults"]["constants"]))
+    chosen.check(plan)
+    estimator = FaultEstimator(problem, cached, profile=profile, options=options)
+    found: Reactions = PolicyReactions(estimator, plan, chosen, components)
+    return found
+
+
+def traces_of(config: Mapping[str, Any], failures: FailureModel, cluster: Cluster) -> list[Trace]:
+    """The trace of the file, or as many as asked for, drawn from the hazards. Raises InputError."""
+    import numpy as np
+
+    from haap_rl.faults.traces import draw, read_trace
+
+    hours, seed, start = config["hours"], config["seed"], config["start"]
+    if hours is not None and positive_float("simulate", "hours", hours) > MOST_HOURS:
+        raise InputError(f"simulate: hours={shown(hours)} must be at most {MOST_HOURS:g}")
+    if config["trace"] is not None:
+        return [read_trace(config["trace"], cluster, None if hours is None else 3600.0 * hours)]
+    count = positive_int("simulate", "traces", config["traces"])
+    if count > MOST_TRACES:
+        raise InputError(f"simulate: traces={count} must be at most {MOST_TRACES}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"simulate: seed={shown(seed)} must be a whole number from 0; give for example seed=0")
+    if start not in STARTS:
+        raise InputError(f"simulate: start={shown(start)} is not known; choose one of {', '.join(STARTS)}")
+    horizon_s = 3600.0 * (DRAWN_HOURS if hours is None else hours)
+    components = failures.components(cluster)
+    each = np.random.default_rng(seed).spawn(count)
+    return [draw(components, horizon_s, rng, start == "stationary") for rng in each]
+
+
+def policies_of(value: object) -> list[str]:
+    """The policies named, each once. Raises InputError."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"simulate: policy={shown(value)} must be a name or a list, as policy=[restart,mecefo]")
+    if len(set(names)) < len(names):
+        raise InputError(f"simulate: policy={shown(value)} must name each policy once")
+    return names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status (see `haap_rl.configs`)."""
+    return configs.run("simulate", command, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
