@@ -22,6 +22,7 @@ from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import choices, conf_dir, names, preset
 
 Config = dict[str, Any]
+DEFAULT_CHOICES = {"objective": "iteration_time", "faults": "none"}  # of conf/train.yaml
 Job = Callable[[Config, Path], int]
 
 
@@ -113,8 +114,13 @@ def command_line(config: Mapping[str, Any]) -> str:
         name = config[group]["name"] if config[group]["name"] in names(group) else names(group)[0]
         words.append(f"{group}={name}")
         bases[group] = preset(group, name)
-    for group in ("search", "model", "cluster", "problem", "budget", "space", "estimator"):
-        if group in config:
+    for group in ("objective", "faults"):
+        if group in config and config[group]["name"] in names(group):
+            bases[group] = preset(group, config[group]["name"])
+            if config[group]["name"] != DEFAULT_CHOICES[group]:
+                words.append(f"{group}={config[group]['name']}")
+    for group in ("search", "model", "cluster", "problem", "budget", "space", "estimator", "objective", "faults"):
+        if group in config and (group in bases or group not in DEFAULT_CHOICES):
             base = bases[group] if group in bases else preset(group, "default")
             words += _overrides(group, base, config[group])
     words += [f"{key}={_value(config[key])}" for key in ("certificate", "seed") if config.get(key) is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,19 @@ from haap_rl.problem.presets import names, preset
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from haap_rl.cost.profiles import Profile
+    from haap_rl.faults.objective import ExpectedThroughput
+    from haap_rl.problem.plan import Problem
+    from haap_rl.search.base import SearchResult
+
 KEYS = (
     "model",
     "cluster",
     "budget",
     "space",
     "estimator",
+    "objective",
+    "faults",
     "search",
     "problem",
     "tracking",
@@ -62,6 +70,7 @@ def train(config: dict[str, Any], directory: Path) -> int:
     budget = Budget(**config["budget"])
     seed = _seed(config["seed"])
     cached, profile = profile_from_config(config["estimator"])
+    scorer = _scorer(config["objective"], config["faults"])
     parameters = dict(config["search"])
     searcher = load_searcher(parameters.pop("name"), parameters)
     certificate = None
@@ -90,11 +99,14 @@ def train(config: dict[str, Any], directory: Path) -> int:
                 tracker.start,
                 profile,
                 proven_s,
+                scorer,
             )
         if result.stopped_by == "infeasible":
             raise InputError(result.reason)
         if certificate is not None:
             result = certificate.beside(result, lower_bound(problem, spec, profile).seconds)
+        if scorer is None and config["faults"]["hazards"] and result.plan is not None:
+            result = _under_failures(result, problem, config["faults"], cached, profile)
         write_record(directory, config, problem, result)
         tracker.finish(problem, result)
     if result.plan is not None and result.estimate is not None:
@@ -133,6 +145,38 @@ def remake_command(config: Mapping[str, Any]) -> str:
             "estimator": {**config["estimator"], "cached": True},
         }
     )
+
+
+def _scorer(objective: Mapping[str, Any], faults: Mapping[str, Any]) -> ExpectedThroughput | None:
+    """What plans are ranked by; None: their iteration time. Raises InputError."""
+    check_keys("objective", objective, ("name",))
+    known = names("objective")
+    if objective["name"] not in known:
+        raise InputError(f"objective={objective['name']!r} is not known; choose one of {', '.join(known)}")
+    if objective["name"] == "iteration_time":
+        return None
+    from haap_rl.faults.objective import ExpectedThroughput
+    from haap_rl.faults.settings import faults_from_config
+
+    if not faults.get("hazards"):
+        raise InputError(
+            f"objective=expected_throughput: faults={faults.get('name')} never fails; give one of "
+            f"{', '.join(f'faults={name}' for name in names('faults') if name != 'none')}"
+        )
+    return ExpectedThroughput(faults_from_config(faults))
+
+
+def _under_failures(
+    result: SearchResult, problem: Problem, faults: Mapping[str, Any], cached: bool, profile: Profile | None
+) -> SearchResult:
+    """The result with what its plan, found without a thought of failures, is worth under them."""
+    from haap_rl.faults.objective import ExpectedThroughput
+    from haap_rl.faults.settings import faults_from_config
+
+    assert result.plan is not None
+    scorer = ExpectedThroughput(faults_from_config(faults))
+    scorer.estimator(problem, cached, profile)
+    return replace(result, notes=(*result.notes, *scorer.lines(result.plan)), scored=scorer.facts(result.plan))
 
 
 def _seed(value: object) -> int:

@@ -179,7 +179,7 @@ def _summed(
 
 
 def productive(transitions: Transitions, fails: float, returns: float, stops: float) -> float:
-    """Share of the time in a set that counts; rates of failures, returns and failures that stop training, per second."""
+    """Share of the time in a set that counts; rates per second: failures, returns, failures that stop training."""
     leaves = fails + returns
     made = 1.0
     if leaves:
@@ -251,17 +251,20 @@ class Counts:
             np.zeros((9, p)), np.zeros(num_classes, np.int64), np.zeros(p, np.int64), np.zeros(num_classes + 1),
             np.zeros(num_classes + 1), np.zeros(3),
         )  # fmt: skip
-        sums, numbers = np.zeros(6), reactions.transitions
-        settings = (plan.num_microbatches, healthy.iteration_s, float(healthy.tokens_per_iteration))
+        sums, transitions = np.zeros(6), reactions.transitions
         fills = 1 if self.policy.fills_bubbles else 0
+        seconds, produced = healthy.iteration_s, float(healthy.tokens_per_iteration)
 
         def run(given: Transitions, priced: int) -> None:
-            kernels.expect(tables, *settings, fills, *map(float, given), self.least, priced, work, sums)
+            numbers = tuple(map(float, given))
+            kernels.expect(
+                tables, plan.num_microbatches, seconds, produced, fills, numbers, self.least, priced, work, sums
+            )
 
         if self.policy.constants.checkpoint_interval_s is None:
-            run(numbers, 0)
-            numbers = with_interval(reactions, float(sums[kernels.STOPS]))
-        run(numbers, 1)
+            run(transitions, 0)
+            transitions = with_interval(reactions, float(sums[kernels.STOPS]))
+        run(transitions, 1)
         covered, tokens, lost, stops, stopped, count = sums.tolist()
         rest = max(0.0, 1.0 - covered)
         return Expected(
@@ -272,7 +275,7 @@ class Counts:
             fidelity=1.0 - lost / tokens if tokens else 1.0,
             stopped=stopped / covered,
             stops_per_s=stops / covered,
-            interval_s=numbers.checkpoint_interval_s,
+            interval_s=transitions.checkpoint_interval_s,
             states=int(count),
             method="counts",
         )
@@ -407,6 +410,13 @@ def _binomial(number: int, k: int, share: float) -> float:
     if k > number:
         return 0.0
     return math.comb(number, k) * share**k * (1.0 - share) ** (number - k)
+
+
+def settled(reactions: Reactions) -> Reactions:
+    """The reactions with the checkpoint interval that their constants give, or Young's for how often they stop."""
+    if reactions.policy.constants.checkpoint_interval_s is not None:
+        return reactions
+    return reactions.with_interval(expected_throughput(reactions).interval_s)
 
 
 def expected_throughput(reactions: Reactions, counts: Counts | None = None) -> Expected:

@@ -96,15 +96,15 @@ def rates(t, down, state, out):
 
 
 @jit
-def expect(
-    t, m, healthy_s, tokens, fills, failure_s, return_s, restart_s, checkpoint_s, interval_s, least, priced, work, sums
-):
+def expect(t, m, healthy_s, tokens, fills, transitions, least, priced, work, sums):
     """Sum up `sums` over all states of a probability of at least `least`.
 
-    priced 0: rates and probabilities only. work: (times (9, p), numbers (C,), states (p,), probabilities (C+1,),
-    the largest probability that is still to come (C+1,), rates (3,)).
+    m micro-batches, of which healthy training makes `tokens` in healthy_s; fills: `Policy.fills_bubbles`. transitions:
+    as `response.Transitions`. priced 0: rates and probabilities only. work: (times (9, p), numbers (C,), states (p,),
+    probabilities (C+1,), the largest probability that is still to come (C+1,), rates (3,)).
     """
     times, down, state, before, ahead, rate = work
+    failure_s, return_s, restart_s, checkpoint_s, interval_s = transitions
     last, p = t.size.shape[0] - 1, t.delay_s.shape[0]
     for x in range(sums.shape[0]):
         sums[x] = 0.0

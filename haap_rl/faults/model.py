@@ -21,7 +21,7 @@ HOUR_S = 3600.0
 LEAST_H, MOST_H = 1e-3, 1e9  # hours of a rate or a recovery; beyond them it is a slip of a unit
 LEAST_SHAPE, MOST_SHAPE = 0.1, 10.0  # published fits of times to failure lie between 0.5 and 2
 # keys of conf/faults/*.yaml that others read: the policy and what it costs
-OTHERS = ("policy", "mecefo", "constants")
+OTHERS = ("policy", "mecefo", "constants", "least_probability")
 
 
 @dataclass(frozen=True, slots=True)

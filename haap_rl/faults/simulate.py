@@ -312,16 +312,15 @@ def reactions_of(
 ) -> Reactions:
     """How `plan` goes on under `policy` with the options in config["faults"]. Raises InputError."""
     from haap_rl.cost.profile_files import profile_from_config
-    from haap_rl.faults.cost import FaultEstimator
-    from haap_rl.faults.policy import constants_from_config, mecefo_options, policy_named
+    from haap_rl.faults.expected import settled
     from haap_rl.faults.reactions import Reactions as PolicyReactions
+    from haap_rl.faults.settings import faults_from_config
 
     cached, profile = profile_from_config(config["estimator"])
-    options = mecefo_options(config["faults"]["mecefo"])
-    chosen = policy_named(policy, options, constants_from_config(config["faults"]["constants"]))
-    chosen.check(plan)
-    estimator = FaultEstimator(problem, cached, profile=profile, options=options)
-    found: Reactions = PolicyReactions(estimator, plan, chosen, components)
+    faults = faults_from_config(config["faults"]).with_policy(policy)
+    faults.policy.check(plan)
+    estimator = faults.estimator(problem, cached, profile)
+    found: Reactions = settled(PolicyReactions(estimator, plan, faults.policy, components))
     return found
 
 

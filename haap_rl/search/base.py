@@ -37,7 +37,7 @@ from haap_rl.problem.plan import Plan, Problem
 from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import PruningReport, no_plan_fits, pruning_report
 from haap_rl.space.options import SpaceSpec
-from haap_rl.space.space import Code, Codes, Space
+from haap_rl.space.space import Code, Codes, Genome, Space
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -105,13 +105,15 @@ class SearchResult:
     profile: Profile | None = field(default=None, repr=False)  # what the estimator's times were measured by
     notes: tuple[str, ...] = ()  # what the searcher has to say about the result
     profile_gaps: tuple[str, ...] = ()  # what in the plan's price that profile had to leave to the curves
+    score_s: float | None = None  # what the plan was ranked by; its iteration time but for a `Scorer`
+    scored: Mapping[str, Any] | None = None  # what the scorer has to say of the plan, if there is one
 
     @property
     def gap_to_lower_bound(self) -> float | None:
-        """Iteration time / bound - 1, a fraction; None without a plan or a bound."""
-        if self.estimate is None or self.lower_bound_s <= 0:
+        """Iteration time, or what plans were ranked by, / bound - 1, a fraction; None without a plan or a bound."""
+        if self.score_s is None or self.lower_bound_s <= 0:
             return None
-        return self.estimate.iteration_s / self.lower_bound_s - 1
+        return self.score_s / self.lower_bound_s - 1
 
 
 class Prices(NamedTuple):
@@ -197,6 +199,28 @@ def _prices_of(estimates: Sequence[Estimate]) -> Prices:
     )
 
 
+class Scorer(Protocol):
+    """What plans are ranked by instead of their iteration time, in seconds and never less than that.
+
+    So bounds on the iteration time hold for it too, and whatever a searcher does with seconds it does with these.
+    """
+
+    def estimator(self, problem: Problem, cached: bool, profile: Profile | None) -> Estimator:
+        """The estimator that the objective prices plans with; asked for once, before anything is scored."""
+
+    def seconds(self, plan: Plan) -> float:
+        """The score of a plan that fits."""
+
+    def facts(self, plan: Plan) -> dict[str, Any]:
+        """What is to be recorded of the plan that was found, as JSON data."""
+
+    def lines(self, plan: Plan) -> list[str]:
+        """The same in words."""
+
+    def artifacts(self) -> dict[str, bytes]:
+        """Files worth keeping beside the record, after the search."""
+
+
 Progress = Callable[["Objective"], None]
 Log = Callable[["Objective", Mapping[str, float]], None]
 
@@ -211,6 +235,8 @@ class Objective:
     lower_bound_s   what no plan of the space can beat, as far as proven; a searcher that proves more calls `prove`
     Without arguments beyond the problem it is unlimited, for interactive use and environments of their own.
     `cached` False: no memo, no tables, no compiled code, every plan priced anew by the readable estimator; same values.
+    `scorer` None: plans are ranked by their iteration time; else by what it gives, which then stands for iteration time
+    in Prices, ranks, trace and `best_s`. The estimate of a plan is always that of its iteration.
     """
 
     def __init__(
@@ -223,9 +249,14 @@ class Objective:
         lower_bound_s: float = 0.0,
         on_log: Log | None = None,
         profile: Profile | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.problem, self.budget, self.lower_bound_s, self.cached = problem, budget, lower_bound_s, cached
-        self.estimator = Estimator(problem, cached, profile=profile)
+        self.scorer = scorer
+        if scorer is None:
+            self.estimator = Estimator(problem, cached, profile=profile)
+        else:
+            self.estimator = scorer.estimator(problem, cached, profile)
         self.space = Space(problem, space or SpaceSpec(), self.estimator)
         self.evaluations = 0
         self.last = Prices(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -266,7 +297,7 @@ class Objective:
     def best(self) -> tuple[Plan, Estimate] | None:
         """The best plan so far with its estimate, which fits if any plan tried did."""
         if isinstance(self._best, np.ndarray):
-            plan = self.space.plan(self.space.genome_of(self._best))
+            plan = self._plan_of(self._best)
             self._best = plan, self._explained(plan)
         return self._best
 
@@ -286,16 +317,12 @@ class Objective:
             estimator.operators_computed = computed
         return estimate
 
-    def rank(self, estimate: Estimate) -> tuple[bool, int, float]:
-        """The order of plans that every searcher uses; smaller is better."""
-        return estimate.rank
-
     def __call__(self, plan: Plan) -> Estimate:
         """The estimate of `plan`, counted. Raises BudgetExhausted instead if the budget is spent."""
         self.checkpoint()
         estimate = self.estimator(plan)
         self.evaluations += 1
-        self.last = _prices_of([estimate])
+        self.last = self._scored(_prices_of([estimate]), lambda _: plan, math.inf)
         self._offer(self.last, lambda _: (plan, estimate))
         return estimate
 
@@ -331,10 +358,9 @@ class Objective:
     def explain(self, code: Code) -> Explained:
         """Price of one of the space's plans with what it is made of, counted. Raises BudgetExhausted as `many` does."""
         self.checkpoint()
-        if self.cached:
-            explained = self._compiled().explain(code)
-        else:
-            explained = Explained.of(self.estimator(self.space.plan(self.space.genome_of(code))))
+        plan = self._plan_of(code)
+        explained = self._compiled().explain(code) if self.cached else Explained.of(self.estimator(plan))
+        explained = explained._replace(prices=self._scored(explained.prices, lambda _: plan, math.inf))
         self.last = explained.prices
         self.evaluations += 1
         self._offer(explained.prices, lambda _: code.copy())
@@ -352,8 +378,22 @@ class Objective:
     def _price(self, codes: Codes, limit_s: float) -> Prices:
         """Prices of some rows, by the kernels or, uncached, by the readable estimator."""
         if self.cached:
-            return self._compiled()(codes, limit_s)
-        return _prices_of([self.estimator(self.space.plan(self.space.genome_of(code))) for code in codes])
+            prices = self._compiled()(codes, limit_s)
+        else:
+            prices = _prices_of([self.estimator(self._plan_of(code)) for code in codes])
+        return self._scored(prices, lambda i: self._plan_of(codes[i]), limit_s)
+
+    def _scored(self, prices: Prices, plan_of: Callable[[int], Plan], limit_s: float) -> Prices:
+        """The prices with the scorer's seconds, if there is one; a plan that is too slow already needs no score."""
+        if self.scorer is None:
+            return prices
+        seconds = prices.iteration_s.copy()
+        for i in np.flatnonzero((prices.bytes_missing == 0) & (prices.iteration_s < limit_s)).tolist():
+            seconds[i] = self.scorer.seconds(plan_of(i))
+        return prices._replace(iteration_s=seconds)
+
+    def _plan_of(self, code: Code) -> Plan:
+        return self.space.plan(self.space.genome_of(code))
 
     def _compiled(self) -> CompiledPrices:
         if self._kernel is None:
@@ -400,7 +440,7 @@ class Objective:
         if self.cached:
             loads, missing = self._compiled().loads(code)
         else:
-            estimate = self._explained(self.space.plan(self.space.genome_of(code)))
+            estimate = self._explained(self._plan_of(code))
             loads = estimate.loads_s
             missing = [sum(group.missing_bytes for group in groups) for groups in estimate.memory]
         worst = missing if any(missing) else loads
@@ -524,6 +564,8 @@ def run_search(
     on_start: Callable[[], None] | None = None,
     profile: Profile | None = None,
     proven_s: float = 0.0,
+    scorer: Scorer | None = None,
+    incumbents: Sequence[Plan] = (),
 ) -> SearchResult:
     """Run one searcher on one problem; the seed enters here and nowhere else.
 
@@ -531,6 +573,8 @@ def run_search(
     objective. on_log: called with (objective, figures) of the searcher's own. cached: the estimator's memo
     (idea 3 of the paper); results do not depend on it. profile: measured times, for plans, bound and counts alike.
     proven_s: what no plan of the space can beat, as an earlier exact search proved (`search.certificate`).
+    scorer: what plans are ranked by; None: their iteration time. incumbents: plans priced first, so that the result is
+    no worse.
     Ctrl-C ends the search with the best plan so far.
     """
     spec = space or SpaceSpec()
@@ -540,13 +584,16 @@ def run_search(
     pruning = pruning_report(problem, spec, profile)
     if on_start is not None and bound.seconds != np.inf:
         on_start()
-    objective = Objective(problem, budget, spec, cached, on_progress, max(bound.seconds, proven_s), on_log, profile)
+    proven_s = max(bound.seconds, proven_s)
+    objective = Objective(problem, budget, spec, cached, on_progress, proven_s, on_log, profile, scorer)
     stopped_by, reason = "finished", ""
     if bound.seconds == np.inf:
         stopped_by = "infeasible"
         reason = no_plan_fits(problem, spec, objective.space.options, objective.estimator)
     else:
         try:
+            for plan in incumbents:
+                objective(plan)
             searcher.search(problem, objective, np.random.default_rng(seed))
         except BudgetExhausted:
             stopped_by = "budget"
@@ -572,17 +619,19 @@ def run_search(
         lower_bound_s=objective.lower_bound_s,
         proven_optimal=(
             best is not None
-            and best[1].iteration_s <= objective.lower_bound_s * (1 + OPTIMAL_WITHIN)
+            and objective.best_s <= objective.lower_bound_s * (1 + OPTIMAL_WITHIN)
             and not outside(objective.space, best[0])
         ),
         stopped_by=stopped_by,
         reason=reason,
         seed=seed,
         pruning=pruning,
-        artifacts=_artifacts(searcher) if stopped_by != "infeasible" else {},
+        artifacts=_artifacts(searcher, scorer) if stopped_by != "infeasible" else {},
         profile=profile,
-        notes=tuple(objective.notes),
+        notes=(*objective.notes, *(scorer.lines(best[0]) if scorer is not None and best else ())),
         profile_gaps=estimator.gaps(best[0]) if best else (),
+        score_s=objective.best_s if best else None,
+        scored=scorer.facts(best[0]) if scorer is not None and best else None,
     )
 
 
@@ -596,12 +645,24 @@ def outside(space: Space, plan: Plan) -> str:
         genome = space.genome(plan)
     except InputError as error:
         return str(error).removeprefix("space: ")
-    return "" if space.plan(genome) == plan else "it differs from the space's plan in sequence_parallel"
+    if space.plan(genome) != plan:
+        return "it differs from the space's plan in sequence_parallel"
+    if space.spec.survives and not fits_with_failures(space, genome):
+        return f"a stage has no room for the work of {space.spec.survives} dead replicas (space.survives)"
+    return ""
 
 
-def _artifacts(searcher: Searcher) -> dict[str, bytes]:
-    """What the searcher made besides plans. Raises ValueError for a name that is not a plain file name."""
+def fits_with_failures(space: Space, genome: Genome) -> bool:
+    """Whether every stage keeps what `SpaceSpec.survives` asks for."""
+    caps = space.tables(genome.num_microbatches).caps(genome.options)
+    return all(layers <= cap for layers, cap in zip(genome.layers, caps, strict=True))
+
+
+def _artifacts(searcher: Searcher, scorer: Scorer | None) -> dict[str, bytes]:
+    """What the searcher and the scorer made besides plans. Raises ValueError for what is not a plain file name."""
     made: dict[str, bytes] = dict(getattr(searcher, "artifacts", dict)())
+    if scorer is not None:
+        made.update(scorer.artifacts())
     for name in made:
         if not name or name.startswith(".") or PurePath(name).name != name or "\\" in name:
             raise ValueError(f"{type(searcher).__name__}.artifacts: {name!r} is not a plain file name")

@@ -71,7 +71,10 @@ class Certificate:
 
 def problem_key(problem: Problem, spec: SpaceSpec) -> str:
     """Short hash of the problem and of the declared space, without the switches that change neither."""
-    return hashlib.sha256(repr((problem, replace(spec, **ABLATIONS))).encode()).hexdigest()[:16]
+    text = repr((problem, replace(spec, **ABLATIONS)))
+    if spec.survives:
+        text += repr((spec.survives, spec.take_over))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_certificate(

@@ -46,7 +46,7 @@ from haap_rl.cost import kernels
 from haap_rl.cost.compiling import ready
 from haap_rl.cost.estimator import FIRST, LAST, fingerprint
 from haap_rl.cost.stage_tables import StageTables
-from haap_rl.problem.errors import positive_int, yes_or_no
+from haap_rl.problem.errors import InputError, positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
 from haap_rl.search import exact_kernels
 from haap_rl.search.autohaap import AutoHAAP
@@ -91,6 +91,11 @@ class Exact:
         ready("exact search", warm_up)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
+        if objective.scorer is not None:
+            raise InputError(
+                "search=exact proves iteration times, not expected throughput; use objective=iteration_time, or "
+                "another search such as search=autohaap"
+            )
         self.prepare()
         proof = Proof(objective, self.nodes, self.type_contiguous)
         try:

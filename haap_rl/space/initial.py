@@ -227,6 +227,8 @@ def no_plan_fits(problem: Problem, spec: SpaceSpec, options: Sequence[Option], e
             "add devices, shorten problem.seq_len, raise problem.global_batch_size / space.num_microbatches, "
             "space.max_tp or space.max_stages, or allow recompute 'full'"
         )
+    if spec.survives:
+        way_out += f"; or lower space.survives={spec.survives}, for which every stage keeps room and replicas"
     return (
         f"no plan of the space fits model {model.name!r} on cluster {problem.cluster.name!r}: for one layer, "
         f"{'; '.join(parts)}; weights, gradients and optimiser of the whole model take {state / GIB:.1f} GiB, the "

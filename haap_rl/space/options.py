@@ -8,17 +8,20 @@ see the slower of both links), so bounds made from the tables hold; the estimato
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from haap_rl.cost.estimator import FIRST, LAST, POSITIONS, Estimator, Kind, UnitKey, stage_units
-from haap_rl.problem.errors import InputError, check_keys, positive_int
+from haap_rl.problem.errors import InputError, check_keys, positive_int, shown
 from haap_rl.problem.model import Unit
 from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
 
+TAKE_OVERS = ("exact", "mecefo")
+MOST_SURVIVED = 1000
+PROJECTOR_RANK = 64  # values per FFN matrix and column that a MeCeFO taker keeps (default of `mecefo.options`)
 SEQUENCE_PARALLEL = True  # dominates in memory at equal time, so the space always uses it
 
 
@@ -27,6 +30,9 @@ class SpaceSpec:
     """The declared space (`conf/space/`): searchers propose, bounds bound and counts count exactly this.
 
     mixed_stages: whether a stage's replicas may sit on two device groups.
+    survives: dead replicas that a stage can lose while a live one does their work besides its own: it has more replicas
+    than that, and each of its devices the memory. take_over: whether that work is done as it is (`exact`) or with
+    MeCeFO's backward pass (`mecefo`), which keeps less.
     The last two switches ablate ideas of the paper and change where searchers look, never what is legal or proven.
     """
 
@@ -39,6 +45,9 @@ class SpaceSpec:
     mixed_stages: bool = False
     memory_aware_init: bool = True
     load_balance: bool = True
+    # not in the repr, by which certificates know a space that reserves nothing
+    survives: int = field(default=0, repr=False)
+    take_over: str = field(default="exact", repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "group_sizes"):
@@ -55,6 +64,13 @@ class SpaceSpec:
         positive_int("space", "max_tp", self.max_tp)
         if type(self.zero_stage) is not int or self.zero_stage not in (0, 1):
             raise InputError(f"space: zero_stage={self.zero_stage!r} is not searched; use 0 or 1")
+        if type(self.survives) is not int or not 0 <= self.survives < MOST_SURVIVED:
+            raise InputError(
+                f"space: survives={shown(self.survives)} must be a whole number from 0 to {MOST_SURVIVED - 1}, the "
+                "replicas that every stage can lose; 0 reserves nothing"
+            )
+        if self.take_over not in TAKE_OVERS:
+            raise InputError(f"space: take_over={shown(self.take_over)} is not one of {', '.join(TAKE_OVERS)}")
         for name in ("mixed_stages", "memory_aware_init", "load_balance"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"space: {name}={getattr(self, name)!r} must be true or false")
@@ -62,7 +78,8 @@ class SpaceSpec:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SpaceSpec:
         """SpaceSpec from the mapping of a `conf/space/*.yaml`."""
-        check_keys("space", config, [field.name for field in fields(cls)])
+        younger = ("survives", "take_over")  # records of before have neither
+        check_keys("space", config, [f.name for f in fields(cls) if f.name not in younger], younger)
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in config.items()
         }
@@ -212,7 +229,9 @@ class Tables:
                     slowest_s = sum(times[1])
                     self.forward_s[k], self.backward_s[k] = np.array(times).T
                 if memory:
-                    most = np.minimum(most, _max_layers(problem, spec, option, (group, tp, size), estimator, in_flight))
+                    replica, largest = (group, tp, size), max(sizes)
+                    fitting = _max_layers(problem, spec, option, replica, largest, estimator, in_flight)
+                    most = np.minimum(most, fitting)
             self.max_layers[k, :, 1:] = most
         self.layer_s: list[float] = (self.forward_s + self.backward_s)[:, 1].tolist()
         self.embedding_s: list[float] = (self.forward_s + self.backward_s)[:, 0].tolist()
@@ -239,18 +258,54 @@ def _max_layers(
     spec: SpaceSpec,
     option: Option,
     replica: tuple[int, int, int],
+    largest: int,
     estimator: Estimator,
     in_flight: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """(4, S) most layers that fit on a replica (group, tp, samples) by position and place, between 0 and all."""
-    group, tp, size = replica
+    """(4, S) most layers that fit on a replica (group, tp, samples) by position and place, between 0 and all.
+
+    largest: samples of the option's largest replica, which a peer may have to take over (`SpaceSpec.survives`).
+    """
     dp = sum(part[2] for part in option.parts)
+    most = _layers_that_fit(problem, spec, replica, [replica[2]], option.recompute, dp, 0, estimator, in_flight)
+    if not spec.survives:
+        return most
+    if dp <= spec.survives:
+        return np.zeros_like(most)
+    mode, projectors = option.recompute, 0
+    if spec.take_over == "mecefo":  # only the FFN's input is kept, as large as a layer's, and projectors
+        model, tp = problem.model, replica[1]
+        columns = (2 if model.gated_mlp else 1) * model.hidden + model.ffn // tp
+        mode, projectors = "full", PROJECTOR_RANK * columns * estimator.value_bytes
+    tasks = [replica[2], *[largest] * spec.survives]
+    left = dp - spec.survives  # they divide the optimiser state
+    return np.minimum(
+        most, _layers_that_fit(problem, spec, replica, tasks, mode, left, projectors, estimator, in_flight)
+    )
+
+
+def _layers_that_fit(
+    problem: Problem,
+    spec: SpaceSpec,
+    replica: tuple[int, int, int],
+    tasks: Sequence[int],
+    recompute: str,
+    dp: int,
+    more: int,
+    estimator: Estimator,
+    in_flight: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """(4, S) most layers that fit on a replica which takes the samples of each of `tasks`, and `more` bytes a layer."""
+    group, tp, _ = replica
 
     def unit(name: Unit) -> tuple[int, int, int]:
-        """(bytes once, bytes per micro-batch in flight, working bytes) of one unit."""
-        mode = option.recompute if name == "layer" else "none"
-        part = estimator.unit_memory(name, tp, dp, size, mode, spec.zero_stage, SEQUENCE_PARALLEL, group)
-        return part.weights + part.gradients + part.optimizer, part.activation, part.working
+        """(bytes once, bytes per micro-batch in flight of all tasks, working bytes) of one unit."""
+        mode = recompute if name == "layer" else "none"
+        parts = [
+            estimator.unit_memory(name, tp, dp, size, mode, spec.zero_stage, SEQUENCE_PARALLEL, group) for size in tasks
+        ]
+        once = parts[0].weights + parts[0].gradients + parts[0].optimizer
+        return once, sum(part.activation for part in parts), max(part.working for part in parts)
 
     state, activation, layer_working = unit("layer")
     usable = estimator.usable_bytes(group)
@@ -262,5 +317,5 @@ def _max_layers(
         per_microbatch = sum(other[1] for other in others)
         logits = others[-1][2] if position & LAST else 0
         free = usable - once - in_flight * per_microbatch - max(layer_working, logits)
-        most[position] = np.clip(free // (state + in_flight * activation), 0, problem.model.num_layers)
+        most[position] = np.clip(free // (state + more + in_flight * activation), 0, problem.model.num_layers)
     return most
