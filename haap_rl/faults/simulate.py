@@ -104,6 +104,16 @@ class Run(NamedTuple):
         """Share of the time that is training that counts, however fast (ETTR of arXiv 2410.21680)."""
         return self.seconds.trained / self.horizon_s
 
+    @property
+    def mean_down(self) -> float:
+        """Components down on average."""
+        return sum(span.num_down * (span.end_s - span.start_s) for span in self.spans) / self.horizon_s
+
+    @property
+    def some_down(self) -> float:
+        """Share of the time in which some component is down."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.num_down) / self.horizon_s
+
 
 @dataclass(slots=True)
 class _Made:
@@ -278,10 +288,14 @@ def command(config: dict[str, Any], _: Path) -> int:
     hours = traces[0].horizon_s / 3600
     faults = failures.name if config["trace"] is None else Path(str(config["trace"])).name
     title = f"{problem.model.name} on {problem.cluster.name}, faults {faults}: {len(traces)} x {hours:g} h"
-    console.print(simulation_table(title, runs))
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console.print(simulation_table(runs))
     down, some_down = mean_down(components), probability_any_down(components)
-    said = f"{len(components)} components, in the long run {down:.2f} down on average, some {some_down:.1%} of the time"
-    console.print(said, highlight=False, soft_wrap=True)
+    if config["trace"] is None:
+        said = (
+            f"{len(components)} components that fail: in the long run {down:.2f} down on average, some {some_down:.1%}"
+        )
+        console.print(f"{said} of the time", highlight=False, soft_wrap=True)
     if config["out"] is not None:
         result = {
             "model": problem.model.name,

@@ -32,6 +32,8 @@ def figures(run: Run) -> dict[str, float]:
         "of_failure_free": run.relative,
         "effective_training_time_ratio": run.effective_training_time_ratio,
         **{f"{cause}_share": seconds / run.horizon_s for cause, seconds in run.seconds._asdict().items()},
+        "components_down": run.mean_down,
+        "some_down": run.some_down,
         "failures": run.num_failures,
         "stops": run.num_stops,
         "out_of_memory_events": run.num_out_of_memory,
@@ -71,6 +73,9 @@ ROWS = (
     ("checkpoints_share", "  checkpoints", ".1%"),
     ("lost_share", "  training lost by stops", ".1%"),
     ("stopped_share", "  stopped", ".1%"),
+    ("components_down", "components down on average", ".2f"),
+    ("some_down", "some down, of the time", ".1%"),
+    ("failures", "failures", ".1f"),
     ("stops", "stops", ".1f"),
     ("out_of_memory_events", "out-of-memory events", ".1f"),
     ("attention_lost", "attention gradients lost", ".1%"),
@@ -78,9 +83,9 @@ ROWS = (
 )
 
 
-def simulation_table(title: str, runs: Mapping[str, Sequence[Run]]) -> Table:
+def simulation_table(runs: Mapping[str, Sequence[Run]]) -> Table:
     """A column per policy: means over the traces, and half of the 95 % interval where there are several."""
-    table = Table(title=title)
+    table = Table()
     table.add_column("", no_wrap=True)
     for policy in runs:
         table.add_column(policy, justify="right")
