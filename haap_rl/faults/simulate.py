@@ -269,8 +269,8 @@ def command(config: dict[str, Any], _: Path) -> int:
 
     from haap_rl.faults.model import failure_model_from_config, mean_down, probability_any_down
     from haap_rl.problem.presets import problem_from_config
-    from haap_rl.report.simulation import picture, runs_csv, simulation_table, summary
-    from haap_rl.tracking.record import to_json_text, write_files
+    from haap_rl.report.simulation import picture, runs_csv, simulation_table, summary, traces_line
+    from haap_rl.tracking.record import check_writable, to_json_text, write_files
 
     check_keys("configuration", config, (*KEYS, "seed", "out"))
     policies = policies_of(config["policy"])
@@ -279,6 +279,8 @@ def command(config: dict[str, Any], _: Path) -> int:
     plan = problem.load_plan(str(config["plan"]))
     traces = traces_of(config, failures, problem.cluster)
     components = traces[0].components
+    if config["out"] is not None:
+        check_writable(Path(str(config["out"])))
     runs: dict[str, list[Run]] = {}
     for policy in policies:
         reactions = reactions_of(config, problem, plan, policy, components)
@@ -291,11 +293,10 @@ def command(config: dict[str, Any], _: Path) -> int:
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(simulation_table(runs))
     down, some_down = mean_down(components), probability_any_down(components)
+    said = traces_line(len(components), next(iter(runs.values())))
     if config["trace"] is None:
-        said = (
-            f"{len(components)} components that fail: in the long run {down:.2f} down on average, some {some_down:.1%}"
-        )
-        console.print(f"{said} of the time", highlight=False, soft_wrap=True)
+        said += f"; in the long run {down:.2f} and {some_down:.1%}"
+    console.print(said, highlight=False, soft_wrap=True)
     if config["out"] is not None:
         result = {
             "model": problem.model.name,
@@ -307,8 +308,8 @@ def command(config: dict[str, Any], _: Path) -> int:
             "hours": hours,
             "traces": len(traces),
             "components": len(components),
-            "mean_down": down,
-            "probability_any_down": some_down,
+            "long_run_down": down,
+            "long_run_some_down": some_down,
             "policies": {policy: summary(some) for policy, some in runs.items()},
         }
         contents = {

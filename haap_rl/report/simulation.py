@@ -73,9 +73,6 @@ ROWS = (
     ("checkpoints_share", "  checkpoints", ".1%"),
     ("lost_share", "  training lost by stops", ".1%"),
     ("stopped_share", "  stopped", ".1%"),
-    ("components_down", "components down on average", ".2f"),
-    ("some_down", "some down, of the time", ".1%"),
-    ("failures", "failures", ".1f"),
     ("stops", "stops", ".1f"),
     ("out_of_memory_events", "out-of-memory events", ".1f"),
     ("attention_lost", "attention gradients lost", ".1%"),
@@ -99,6 +96,14 @@ def simulation_table(runs: Mapping[str, Sequence[Run]]) -> Table:
             cells.append(mean if half is None else f"{mean} ± {format(half, form).rstrip('%')}")
         table.add_row(words, *cells)
     return table
+
+
+def traces_line(num_components: int, runs: Sequence[Run]) -> str:
+    """What failed on the traces, which is the same for every policy."""
+    down, some = (statistics.fmean(values) for values in zip(*((r.mean_down, r.some_down) for r in runs), strict=True))
+    failures = statistics.fmean(run.num_failures for run in runs)
+    failed = f"{num_components} components: {failures:.1f} failures a trace"
+    return f"{failed}, {down:.2f} down on average, some {some:.1%} of the time"
 
 
 def runs_csv(runs: Mapping[str, Sequence[Run]]) -> str:
