@@ -104,6 +104,16 @@ class Run(NamedTuple):
         """Share of the time that is training that counts, however fast (ETTR of arXiv 2410.21680)."""
         return self.seconds.trained / self.horizon_s
 
+    @property
+    def mean_down(self) -> float:
+        """Components down on average."""
+        return sum(span.num_down * (span.end_s - span.start_s) for span in self.spans) / self.horizon_s
+
+    @property
+    def some_down(self) -> float:
+        """Share of the time in which some component is down."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.num_down) / self.horizon_s
+
 
 @dataclass(slots=True)
 class _Made:
@@ -259,8 +269,8 @@ def command(config: dict[str, Any], _: Path) -> int:
 
     from haap_rl.faults.model import failure_model_from_config, mean_down, probability_any_down
     from haap_rl.problem.presets import problem_from_config
-    from haap_rl.report.simulation import picture, runs_csv, simulation_table, summary
-    from haap_rl.tracking.record import to_json_text, write_files
+    from haap_rl.report.simulation import picture, runs_csv, simulation_table, summary, traces_line
+    from haap_rl.tracking.record import check_writable, to_json_text, write_files
 
     check_keys("configuration", config, (*KEYS, "seed", "out"))
     policies = policies_of(config["policy"])
@@ -269,6 +279,8 @@ def command(config: dict[str, Any], _: Path) -> int:
     plan = problem.load_plan(str(config["plan"]))
     traces = traces_of(config, failures, problem.cluster)
     components = traces[0].components
+    if config["out"] is not None:
+        check_writable(Path(str(config["out"])))
     runs: dict[str, list[Run]] = {}
     for policy in policies:
         reactions = reactions_of(config, problem, plan, policy, components)
@@ -278,9 +290,12 @@ def command(config: dict[str, Any], _: Path) -> int:
     hours = traces[0].horizon_s / 3600
     faults = failures.name if config["trace"] is None else Path(str(config["trace"])).name
     title = f"{problem.model.name} on {problem.cluster.name}, faults {faults}: {len(traces)} x {hours:g} h"
-    console.print(simulation_table(title, runs))
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console.print(simulation_table(runs))
     down, some_down = mean_down(components), probability_any_down(components)
-    said = f"{len(components)} components, in the long run {down:.2f} down on average, some {some_down:.1%} of the time"
+    said = traces_line(len(components), next(iter(runs.values())))
+    if config["trace"] is None:
+        said += f"; in the long run {down:.2f} and {some_down:.1%}"
     console.print(said, highlight=False, soft_wrap=True)
     if config["out"] is not None:
         result = {
@@ -293,8 +308,8 @@ def command(config: dict[str, Any], _: Path) -> int:
             "hours": hours,
             "traces": len(traces),
             "components": len(components),
-            "mean_down": down,
-            "probability_any_down": some_down,
+            "long_run_down": down,
+            "long_run_some_down": some_down,
             "policies": {policy: summary(some) for policy, some in runs.items()},
         }
         contents = {

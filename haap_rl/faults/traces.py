@@ -6,6 +6,7 @@ Sailor (eth-easl/sailor, Strati et al., SOSP 2025): a JSON list of {"Time": seco
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from haap_rl.problem.cluster import Cluster
 from haap_rl.problem.errors import InputError, check_keys, shown
 from haap_rl.problem.formats.files import read_json, read_text
 
-MOST_CHANGES = 10**6  # of a drawn trace; more means minutes per policy and most likely a slip of a unit
+MOST_CHANGES = 10**6  # of a trace; more means minutes per policy and most likely a slip of a unit
 AT_ONCE = 16  # times drawn together; a fixed number, so that a longer horizon only continues a trace
 MOST_MS = 10**15
 LARGEST_TIME_S = MOST_MS / 1e3
@@ -163,6 +164,7 @@ def read_bamboo(path: object, cluster: Cluster) -> Trace:
     where = f"Bamboo trace {str(path)!r}"
     components = whole_cluster(cluster, "node")
     node_of: dict[str, int] = {}
+    free = list(range(len(components)))  # a heap
     changes: list[Change] = []
     before_ms = 0
     for number, text in enumerate(read_text(path, "Bamboo trace").split("\n"), start=1):
@@ -181,17 +183,15 @@ def read_bamboo(path: object, cluster: Cluster) -> Trace:
             is_there = "is there already" if is_add else "is not there"
             raise InputError(f"{place}: {fields[1]} of node {shown(name)}, which {is_there}; correct the line")
         if is_add:
-            taken = set(node_of.values())
-            free = next((node for node in range(len(components)) if node not in taken), None)
-            if free is None:
+            if not free:
                 raise InputError(
-                    f"{place}: {len(taken) + 1} nodes are there, but cluster {cluster.name!r} has {len(components)}; "
-                    "choose the cluster of this trace"
+                    f"{place}: {len(components) + 1} nodes are there, but cluster {cluster.name!r} has "
+                    f"{len(components)}; choose the cluster of this trace"
                 )
-            node_of[name] = free
-            changes.append(Change(time_ms / 1e3, free, False))
-        else:
-            changes.append(Change(time_ms / 1e3, node_of.pop(name), True))
+            node_of[name] = heapq.heappop(free)
+        changes.append(Change(time_ms / 1e3, node_of[name], not is_add))
+        if not is_add:
+            heapq.heappush(free, node_of.pop(name))
     if not changes:
         raise InputError(f"{where}: holds no line; write lines like '0,add,node1'")
     return _from_nothing(where, components, changes)
@@ -230,6 +230,8 @@ def read_sailor(path: object, cluster: Cluster) -> Trace:
             )
         changes += [Change(time_s, device, gpus < there) for device in range(min(there, gpus), max(there, gpus))]
         there, before_s = gpus, time_s
+        if len(changes) > MOST_CHANGES:
+            raise InputError(f"{place}: more than {MOST_CHANGES} changes by then; give a shorter trace")
     trace = _from_nothing(where, components, changes, before_s)
     return replace(trace, changes=tuple(sorted(trace.changes)))
 

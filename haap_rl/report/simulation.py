@@ -32,6 +32,8 @@ def figures(run: Run) -> dict[str, float]:
         "of_failure_free": run.relative,
         "effective_training_time_ratio": run.effective_training_time_ratio,
         **{f"{cause}_share": seconds / run.horizon_s for cause, seconds in run.seconds._asdict().items()},
+        "components_down": run.mean_down,
+        "some_down": run.some_down,
         "failures": run.num_failures,
         "stops": run.num_stops,
         "out_of_memory_events": run.num_out_of_memory,
@@ -78,9 +80,9 @@ ROWS = (
 )
 
 
-def simulation_table(title: str, runs: Mapping[str, Sequence[Run]]) -> Table:
+def simulation_table(runs: Mapping[str, Sequence[Run]]) -> Table:
     """A column per policy: means over the traces, and half of the 95 % interval where there are several."""
-    table = Table(title=title)
+    table = Table()
     table.add_column("", no_wrap=True)
     for policy in runs:
         table.add_column(policy, justify="right")
@@ -94,6 +96,14 @@ def simulation_table(title: str, runs: Mapping[str, Sequence[Run]]) -> Table:
             cells.append(mean if half is None else f"{mean} ± {format(half, form).rstrip('%')}")
         table.add_row(words, *cells)
     return table
+
+
+def traces_line(num_components: int, runs: Sequence[Run]) -> str:
+    """What failed on the traces, which is the same for every policy."""
+    down, some = (statistics.fmean(values) for values in zip(*((r.mean_down, r.some_down) for r in runs), strict=True))
+    failures = statistics.fmean(run.num_failures for run in runs)
+    failed = f"{num_components} components: {failures:.1f} failures a trace"
+    return f"{failed}, {down:.2f} down on average, some {some:.1%} of the time"
 
 
 def runs_csv(runs: Mapping[str, Sequence[Run]]) -> str:
