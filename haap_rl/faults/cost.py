@@ -42,7 +42,8 @@ class Cell(NamedTuple):
 class Task(NamedTuple):
     """Samples of every micro-batch that a cell takes through the units of a stage.
 
-    share      passes per micro-batch: below 1 where several cells take a dead one's micro-batches in turn
+    share      passes per micro-batch: below 1 where several cells take a dead one's micro-batches in turn, above 1 where
+               pipelines share those of one that is out
     backward   `mecefo`: attention skipped, FFN recomputed, low-rank weight gradients; `none`: a redundant forward pass
     """
 
@@ -360,7 +361,7 @@ class FaultEstimator(Estimator):
             weights_bytes=sum(run.weights for run in of_stage.values()) + sum(projectors.values()),
             gradients_bytes=sum(run.gradients for run in of_stage.values()),
             optimizer_bytes=sum(run.optimizer for run in of_stage.values()),
-            activations_bytes=sum(math.ceil(held * task.share) * run.activations for task, run in runs),
+            activations_bytes=sum(math.ceil(held * min(1.0, task.share)) * run.activations for task, run in runs),
             logits_bytes=max((run.logits for _, run in runs), default=0),
             recompute_bytes=max((run.working for _, run in runs), default=0),
             reserved_bytes=int(self.framework.reserve_bytes),

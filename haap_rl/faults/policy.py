@@ -365,9 +365,9 @@ class Bamboo(Policy):
     """The cell before in the same pipeline holds the dead one's layers too, and does both (Bamboo, NSDI 2023).
 
     Every cell has room for the weights, gradients and optimiser state of the next stage, the last one for the first
-    stage's. A cell that does two stages and dies, or whose own next one dies, ends training. Healthy, redundant forward
-    passes fill bubbles (`constants.bamboo_forward_share` of them do not). Pipelines are not reconfigured between
-    failures: in our model the dead come back.
+    stage's. A pipeline that loses two stages of which one held the other's layers is out until one of them is back, and
+    the others share its micro-batches (reconfigured, as Bamboo does after such a fatal failure); when all are out,
+    training stops. Healthy, redundant forward passes fill bubbles (`constants.bamboo_forward_share` do not).
     """
 
     name: ClassVar[str] = "bamboo"
@@ -378,25 +378,28 @@ class Bamboo(Policy):
             raise InputError("policy bamboo: a plan of one stage has no stage before; use policy=recycle or restart")
 
     def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
-        p, work = len(plan.stages), [list(cells) for cells in healthy_work(plan)]
-        work_of = [replica_samples(stage)[0] for stage in plan.stages]
-        if share := self.constants.bamboo_forward_share:
-            work = [
-                [(*own, Task((i + 1) % p, work_of[0], share, "none")) for own in cells] for i, cells in enumerate(work)
-            ]
-        for i in range(p):
-            for r in range(len(work[i])):
-                if Cell(i, r) not in down.cells:
+        p, samples = len(plan.stages), [replica_samples(stage)[0] for stage in plan.stages]
+        replicas = range(len(replica_samples(plan.stages[0])))
+        dead = {r: [i for i in range(p) if Cell(i, r) in down.cells] for r in replicas}
+        whole = [r for r in replicas if not any((i - 1) % p in dead[r] for i in dead[r])]
+        if not whole:
+            return Stopped("every pipeline has lost two stages of which one held the other's layers")
+        turns = len(replicas) / len(whole)  # of each pipeline that is left, per micro-batch
+        redundant = self.constants.bamboo_forward_share
+        work: list[list[Work]] = [[()] * len(replicas) for _ in range(p)]
+        for r in replicas:
+            for i in range(p):
+                if i in dead[r]:
                     continue
-                before = (i - 1) % p
-                if Cell(before, r) in down.cells:
-                    return Stopped(
-                        f"pipeline {r} has lost stages {before} and {i}, of which one held the other's layers"
-                    )
-                if len({task.stage for task in work[before][r] if task.backward == "exact"}) > 1:
-                    return Stopped(f"pipeline {r}: stage {before} does two stages already")
-                work[before][r] = (Task(before, work_of[before]), Task(i, work_of[i]))
-                work[i][r] = ()
+                after = (i + 1) % p
+                if r not in whole:
+                    work[i][r] = (Task(i, samples[i], 0.0),)
+                elif after in dead[r]:
+                    work[i][r] = (Task(i, samples[i], turns), Task(after, samples[after], turns))
+                elif redundant:
+                    work[i][r] = (Task(i, samples[i], turns), Task(after, samples[after], turns * redundant, "none"))
+                else:
+                    work[i][r] = (Task(i, samples[i], turns),)
         state = Degraded(plan, tuple(tuple(cells) for cells in work))
         missing = estimator.redundant_bytes_missing(state)
         if missing:
