@@ -97,10 +97,15 @@ DEFAULT_CONSTANTS, DEFAULT_OPTIONS = Constants(), MecefoOptions()
 
 @dataclass(frozen=True, slots=True)
 class Policy(abc.ABC):
-    """How training survives. `exact`: gradients are those of the healthy run (of the samples that are left)."""
+    """How training survives.
+
+    exact       gradients are those of the healthy run (of the samples that are left)
+    uses_idle   devices that the plan leaves idle make a difference
+    """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    uses_idle: ClassVar[bool] = False
     constants: Constants = DEFAULT_CONSTANTS
     options: MecefoOptions = DEFAULT_OPTIONS
 
@@ -512,6 +517,7 @@ class Spare(Policy):
     """
 
     name: ClassVar[str] = "spare"
+    uses_idle: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
         """A plan that uses every device has no spares, and restarts."""
