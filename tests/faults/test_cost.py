@@ -1,6 +1,7 @@
 """What degraded cells cost: the published shapes to two decimals, laws, and stages worked by hand."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -222,14 +223,15 @@ def test_only_the_takers_operators_are_priced_anew():
     assert estimator.operators_computed == computed  # the same samples, twice
     estimator.degraded(worked(estimator, healthy, (1, 0)))
     assert estimator.operators_computed == computed  # the low-rank products are no operators of the model
-    # 3 samples among 2 replicas elsewhere: a taker of other samples is new, and it alone
+    # a cell that takes a number of samples that nobody took before is new, and it alone
     target = problem((group("fast", per_node=8),), global_batch_size=12)
-    uneven = plan(Stage(3, (ReplicaGroup("fast", 1, 1, 1), ReplicaGroup("fast", 1, 1, 2))), stage(3, "fast", dp=3), m=4)
+    uneven = plan(stage(3, "fast", dp=3), Stage(3, (ReplicaGroup("fast", 1, 1, 3),)), m=4)
     estimator = FaultEstimator(target, options=SMALL)
     estimator.healthy(uneven)
     computed = estimator.operators_computed
-    estimator.degraded(worked(estimator, uneven, (1, 0), (1, 1), (0, 0)))
-    assert estimator.operators_computed == computed
+    estimator.degraded(worked(estimator, uneven, (0, 0), policy="drop_replica"))
+    new = {"layer": 10, "head": 3}  # of the last stage, for 2 samples
+    assert estimator.operators_computed == computed + sum(new.values())
 
 
 def test_naive_doing_both_doubles_the_busy_time_of_the_taker_exactly():
@@ -295,7 +297,7 @@ def test_a_larger_rank_is_never_cheaper_and_recomputing_all_of_the_ffn_never_che
         return [estimator.cell_s(i, 0, (Task(i, 1, backward="mecefo"),), keys)[1] for i in (0, 1)]
 
     by_rank = [backward_s(rank=rank) for rank in (8, 64, 256, 1024)]  # multiples of 8: others pay for it
-    for smaller, larger in zip(by_rank, by_rank[1:], strict=False):
+    for smaller, larger in itertools.pairwise(by_rank):
         assert all(a <= b for a, b in zip(smaller, larger, strict=True))
     assert all(a < b for a, b in zip(backward_s(), backward_s(ffn_recompute="whole"), strict=True))
 
@@ -388,10 +390,8 @@ def test_what_is_not_priced_is_refused_in_one_line():
     estimator = FaultEstimator(target)
     for changes, words in (({"zero_stage": 2}, "zero_stage=2"), ({"virtual_stages": 2}, "virtual_stages=2")):
         other = dataclasses.replace(healthy, **changes)
-        for call in (
-            lambda: estimator.healthy(other),
-            lambda: estimator.degraded(Degraded(other, healthy_work(other))),
-        ):
-            with pytest.raises(InputError, match=f"{words} is not priced under failures") as error:
-                call()
-            assert "\n" not in str(error.value)
+        with pytest.raises(InputError, match=f"{words} is not priced under failures") as error:
+            estimator.healthy(other)
+        assert "\n" not in str(error.value)
+        with pytest.raises(InputError, match=words):
+            estimator.degraded(Degraded(other, healthy_work(other)))
