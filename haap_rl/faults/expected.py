@@ -37,9 +37,7 @@ from haap_rl.problem.plan import Plan
 MOST_SETS = 12  # elements, of which every set is enumerated
 DRAWS, SEED = 256, 0  # of `by_draws`: the same numbers for every plan, so that plans differ by less than draws do
 LEAST_PROBABILITY = 1e-5  # of a set of numbers of failures that is enumerated
-LEAST_COVERED = (
-    0.9  # of all probability that enumerated numbers must have: else none of many is likely, and sets are drawn
-)
+LEAST_COVERED = 0.9  # of all probability that is counted; below it no number of failures is likely, and sets are drawn
 
 
 class Expected(NamedTuple):
