@@ -42,8 +42,8 @@ class Cell(NamedTuple):
 class Task(NamedTuple):
     """Samples of every micro-batch that a cell takes through the units of a stage.
 
-    share      passes per micro-batch: below 1 where several cells take a dead one's micro-batches in turn, above 1 where
-               pipelines share those of one that is out
+    share      passes per micro-batch: below 1 where several cells take a dead one's micro-batches in turn, above 1
+               where pipelines share those of one that is out
     backward   `mecefo`: attention skipped, FFN recomputed, low-rank weight gradients; `none`: a redundant forward pass
     """
 
