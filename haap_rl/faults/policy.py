@@ -423,11 +423,15 @@ class Oobleck(Policy):
     name: ClassVar[str] = "oobleck"
 
     def check(self, plan: Plan) -> None:
+        Policy.check(self, plan)
         _check_pipelines(self.name, plan)
 
     def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
         if not down.cells:
             return Degraded(plan, healthy_work(plan))
+        stopped = lost_stage(plan, down)
+        if stopped is not None:
+            return stopped
         pipelines = []
         dp = len(replica_samples(plan.stages[0]))
         for r in range(dp):
@@ -513,7 +517,8 @@ class Mecefo(StagePolicy):
 class Spare(Policy):
     """An idle device of the same device group takes the dead cell's place; when none is left, training stops.
 
-    What is given up is the throughput of idle devices while all is well. Weights and optimiser state are loaded first.
+    What is given up is the throughput of idle devices while all is well. Weights and optimiser state are loaded from a
+    peer first; where a stage has none, training stops.
     """
 
     name: ClassVar[str] = "spare"
@@ -523,6 +528,9 @@ class Spare(Policy):
         """A plan that uses every device has no spares, and restarts."""
 
     def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
+        stopped = lost_stage(plan, down)
+        if stopped is not None:
+            return stopped
         idle = list(down.idle)
         for i, r in sorted(down.cells):
             group = plan.stages[i].replicas[replica_group(plan.stages[i], r)]
@@ -552,7 +560,7 @@ def policy_named(name: object, options: MecefoOptions | None = None, constants: 
 
 def mecefo_options(config: Mapping[str, Any]) -> MecefoOptions:
     """MecefoOptions from the mapping `faults.mecefo`. Raises InputError for what is unknown or impossible."""
-    check_keys("faults.mecefo", config, [field.name for field in fields(MecefoOptions)])
+    check_keys("faults.mecefo", config, (), [field.name for field in fields(MecefoOptions)])
     try:
         return MecefoOptions(**config)
     except ValueError as error:
@@ -561,5 +569,5 @@ def mecefo_options(config: Mapping[str, Any]) -> MecefoOptions:
 
 def constants_from_config(config: Mapping[str, Any]) -> Constants:
     """Constants from the mapping `faults.constants`."""
-    check_keys("faults.constants", config, [field.name for field in fields(Constants)])
+    check_keys("faults.constants", config, (), [field.name for field in fields(Constants)])
     return Constants(**config)
