@@ -275,3 +275,18 @@ def test_ways_out_are_remembered_from_plan_to_plan():
     assert len(known) == 2
     assert expected_throughput(reactions, counts) == first == expected_throughput(reactions)
     assert counts._stages == known
+
+
+@pytest.mark.parametrize(("case", "tp"), [("idle devices", 1), ("two devices a replica", 2)])
+def test_it_is_what_simulated_traces_bring_where_some_failures_make_no_difference(case, tp):
+    # half of the devices are idle, or fail beside a replica's other one that is down: dead times are long, to see it
+    target, healthy = grid(2, 2, tp=tp, per_node=8)
+    constants = Constants(checkpoint_interval_s=0.0, detect_s=1800.0)
+    reactions = reactions_of(target, healthy, DEVICES, "mecefo", constants)
+    expected = expected_throughput(reactions).tokens_per_s
+    each = np.random.default_rng(5).spawn(40)
+    runs = [simulate(draw(reactions.components, 2e6, rng, stationary=True), reactions) for rng in each]
+    values = [run.tokens_per_s for run in runs]
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    assert abs(statistics.fmean(values) - expected) <= 3 * error + 0.003 * expected, case
+    assert error < 0.01 * expected
