@@ -275,7 +275,7 @@ def take_over(
             taken[min(live, key=lambda peer: (*strain[peer], peer))].append(task)
     work = tuple((Task(index, samples[r]), *_merged(taken[r])) if r in taken else () for r in range(len(samples)))
     if not degraded or (options.empty_set == "use_degraded" and all(taken[r] for r in live)):
-        return work  # attention is skipped nowhere then: priced as an exact take-over, whose backward pass it has
+        return work  # no attention is skipped then: priced as exact, above what a recomputed FFN of low rank leaves
     return tuple(
         tuple(task._replace(backward="mecefo") for task in tasks) if taken.get(r) else tasks
         for r, tasks in enumerate(work)
