@@ -169,7 +169,7 @@ def stretched(share: float, slack: float) -> float:
 
 
 def drop(cell: Cell) -> Drop:
-    """A drop is relative, so the factor that makes our throughput without failures the published one falls out of it."""
+    """A drop is relative: the factor that makes our throughput without failures the published one falls out of it."""
     table, assumption = published(), ASSUMPTIONS[cell.assumption]
     problem = problem_of(cell.model, table["global_batch"][cell.model])
     plan = plan_of(problem, *cell.split, assumption.recompute)
