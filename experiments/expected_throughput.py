@@ -290,8 +290,8 @@ def _text(found: Mapping[Case, dict[str, Any]], summary: Mapping[str, Any]) -> s
     for policy in POLICIES:
         better = summary["clusters_better"][policy]
         lines.append(
-            f"{policy}: better by proven bounds in every seed on {len(better)} of {len(PROBLEMS)} problems; never worse: "
-            f"{'yes' if summary['never_worse'][policy] else 'no'}."
+            f"{policy}: better by proven bounds in every seed on {len(better)} of {len(PROBLEMS)} problems; never "
+            f"worse: {'yes' if summary['never_worse'][policy] else 'no'}."
         )
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from haap_rl.cost.estimator import Estimator, fingerprint
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Plan
 from haap_rl.report.charts import Curve, curves_picture, memory_picture
+from haap_rl.report.failures import section_under_failures
 from haap_rl.report.markup import Markup, element, joined, table
 from haap_rl.report.plan_drawing import plan_picture, stage_class
 from haap_rl.report.tables import profile_lines
@@ -80,6 +81,7 @@ def run_page(run: Run) -> str:
             ),
             _seconds_table(estimate),
             _section("Memory", memory_picture(estimate)),
+            *section_under_failures(record.under_failures, record.front),
             *_limits(run, plan, estimate),
         ]
     parts += [*_search(run), *_again(run)]
