@@ -252,9 +252,9 @@ def _text(found: Mapping[Case, dict[str, Any]], summary: Mapping[str, Any]) -> s
         "",
         f"AutoHAAP, {FAILURE_FREE_EVALUATIONS:,} plans as if nothing failed (at most "
         f"{max(figures['blind_gap_to_bound_pct'] for figures in found.values()):.1f} % above the proven bound) and "
-        f"{max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} seeds. "
-        "Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, mean and 95 % interval "
-        "over seeds; proven: at least that in every seed, by the bounds of both; simulated: on 20 common traces of 30 "
+        f"{max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
+        "seeds. Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, mean "
+        "and 95 % interval over seeds; proven: at least that in every seed, by the bounds of both; simulated: on 20 common traces of 30 "
         "days. Cost: throughput without failures that is given up. Each device is down 1/16 of the time "
         f"({RECOVERY_H:g} h in {CYCLE_H:g} h).",
     ]
