@@ -59,11 +59,14 @@ class FaultyDataParallel:
         self.degradable.projectors.refresh(step)
         loss, gradients = self.gradients(batches, self.schedule.down(step, self.options))
         for name, parameter in self.model.named_parameters():
-            parameter.grad = gradients[name]
+            parameter.grad = gradients.get(name)
         return loss
 
     def gradients(self, batches: Sequence[Tensor], down: frozenset[Cell]) -> tuple[float, dict[str, Tensor | None]]:
-        """Mean loss and averaged gradients while some cells are down. Projectors are used as they are."""
+        """Mean loss and averaged gradients while some cells are down; what is in `.grad` stays.
+
+        Projectors are used as they are.
+        """
         if len(batches) != self.grid.ranks:
             raise ValueError(f"mecefo: {len(batches)} batches for {self.grid.ranks} ranks; give one for each")
         ranks = list(range(self.grid.ranks))
@@ -80,32 +83,30 @@ class FaultyDataParallel:
         if self.options.empty_set == "use_degraded":
             without_skip = {stage for stage, hit in enumerate(at_stage) if len(hit) == self.grid.ranks}
 
-        parts: dict[str, list[Part]] = {name: [] for name in self.stages}
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        parts: dict[str, list[Part]] = {name: [] for name in named}
         losses = 0.0
         for state, members in alike.items():
-            loss = self._pass(torch.cat([batches[rank] for rank in members]), state, without_skip)
-            losses += loss * (len(members) / len(ranks))
-            for name, parameter in self.model.named_parameters():
-                parts[name].append(Part(parameter.grad, len(members), state[self.stages[name]]))
-                parameter.grad = None
+            self._degrade(state, without_skip)
+            loss = self.loss(self.model, torch.cat([batches[rank] for rank in members]))
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            losses += float(loss.detach()) * (len(members) / len(ranks))
+            for name, gradient in zip(named, found, strict=True):
+                parts[name].append(Part(gradient, len(members), state[self.stages[name]]))
+        self.degradable.degrade(())
         return losses, {
-            name: aggregate(parts[name], parameter, self.degradable.is_skipped(name), self.options)
-            for name, parameter in self.model.named_parameters()
+            name: aggregate(parts[name], weight, self.degradable.is_skipped(name), self.options)
+            for name, weight in named.items()
         }
 
-    def _pass(self, batch: Tensor, degraded: Sequence[bool], without_skip: set[int]) -> float:
-        """Forward and backward of a batch with some stages degraded; gradients are left in the model. The loss."""
+    def _degrade(self, degraded: Sequence[bool], without_skip: set[int]) -> None:
+        """Let the layers of some stages run in a taker's mode."""
         layers = range(len(self.degradable.blocks))
         stage = {layer: self.grid.stage_of(layer, len(layers)) for layer in layers}
         self.degradable.degrade(
             {layer for layer in layers if degraded[stage[layer]]},
             {layer for layer in layers if stage[layer] in without_skip},
         )
-        self.model.zero_grad(set_to_none=True)
-        loss = self.loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.degradable.degrade(())
-        return float(loss.detach())
 
 
 def stages_of(model: DegradableModel, grid: Grid) -> dict[str, int]:
