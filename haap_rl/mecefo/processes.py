@@ -20,7 +20,7 @@ import socket
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
@@ -38,7 +38,8 @@ from haap_rl.mecefo.job import Job
 from haap_rl.mecefo.options import MecefoOptions, Techniques
 
 Watch = Callable[[int, Mapping[int, int]], None]
-TIMEOUT_S = 60.0  # without a word of anybody, for example while Python and torch are loaded
+START_S = 120.0  # for Python and torch to be loaded
+TIMEOUT_S = 30.0  # of a collective
 
 
 class Generation(NamedTuple):
@@ -59,8 +60,8 @@ class Progress(NamedTuple):
     loss: float
 
 
-class Ended(NamedTuple):
-    """A member is out of its group, having done all steps before `step`."""
+class Waiting(NamedTuple):
+    """A rank has begun or is out of its group, having done all steps before `step`, and waits for a generation."""
 
     step: int
 
@@ -180,6 +181,7 @@ def work(pipe: Connection, replica: Replica, schedule: Schedule, folder: str, ti
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # no handler, no clean-up: what a lost machine looks like to its peers
 
+    pipe.send(Waiting(replica.step))
     while (generation := pipe.recv()) is not None:
         dead = frozenset(range(replica.ranks)).difference(generation.members)
         me = generation.members.index(replica.rank)
@@ -206,7 +208,7 @@ def work(pipe: Connection, replica: Replica, schedule: Schedule, folder: str, ti
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        pipe.send(Ended(replica.step))
+        pipe.send(Waiting(replica.step))
     content = io.BytesIO()
     torch.save(replica.model.state_dict(), content)
     pipe.send(content.getvalue())
@@ -251,14 +253,14 @@ class Setting:
 class Rank:
     """The driver's end of a rank's process."""
 
-    def __init__(self, rank: int, setting: Setting, folder: str, step: int) -> None:
+    def __init__(self, rank: int, setting: Setting, folder: str) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])  # torch is loaded once for all ranks
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=begin, args=(theirs, rank, setting, folder), daemon=True)
         self.process.start()
         theirs.close()  # so that the process's end is the pipe's
-        self.step = step  # steps whose outcome its weights have; -1 for one that has to copy them
+        self.step = 0  # steps whose outcome its weights have, as far as has been heard
 
     def end(self) -> None:
         """End the process, if it has not ended."""
@@ -278,12 +280,10 @@ class Driver:
 
     def train(self) -> None:
         """Generation after generation, until every live rank has done all steps."""
-        self.live.update((rank, Rank(rank, self.setting, self.folder, 0)) for rank in range(self.setting.ranks))
+        self.start(range(self.setting.ranks))
         while any(member.step < self.setting.steps for member in self.live.values()):
             done = max(member.step for member in self.live.values())
-            for rank in [rank for rank in self.lost_at if self.returns(rank) == done]:
-                self.live[rank] = Rank(rank, self.setting, self.folder, -1)
-                del self.lost_at[rank]
+            self.start([rank for rank in self.lost_at if self.returns(rank) == done])
             self.lead(self.next_generation(done))
             takers(self.lost_at, self.setting.ranks, self.setting.options)  # raises Restart
         for rank, member in sorted(self.live.items()):
@@ -312,21 +312,34 @@ class Driver:
             behind=tuple(rank for rank in members if self.live[rank].step < done),
         )
 
+    def start(self, ranks: Iterable[int]) -> None:
+        """Start processes, and wait until they have loaded what they need."""
+        for rank in ranks:
+            self.lost_at.pop(rank, None)
+            self.live[rank] = Rank(rank, self.setting, self.folder)
+        self.collect(ranks, START_S)
+
     def lead(self, generation: Generation) -> None:
         """Let a generation run, until each of its members has ended it or is lost."""
         self.run.generations.append(generation)
-        waiting = set(generation.members)
         for rank in generation.members:
-            try:
+            with contextlib.suppress(OSError):  # the end of a dead one's pipe is heard below
                 self.live[rank].pipe.send(generation)
-            except OSError:
-                self.lose(rank, waiting)
+        # twice what collectives wait for, so that those who wait for a silent one are heard before
+        self.collect(generation.members, 2 * self.setting.timeout_s)
+
+    def collect(self, ranks: Iterable[int], timeout_s: float) -> None:
+        """Hear all that ranks say, until each waits for a generation or is lost.
+
+        Raises TimeoutError where all of them are silent for so long; if some are, they are lost.
+        """
+        waiting = set(ranks)
+        asked = len(waiting)
         while waiting:
             pipes = {self.live[rank].pipe: rank for rank in waiting}
-            # twice what collectives wait for, so that members who merely wait for a stuck one have been heard
-            ready = connection.wait(list(pipes), 2 * self.setting.timeout_s)
-            if not ready and waiting == set(generation.members):
-                raise TimeoutError(f"mecefo: no rank has said anything for {2 * self.setting.timeout_s:g} s")
+            ready = connection.wait(list(pipes), timeout_s if len(waiting) == asked else timeout_s / 2)
+            if not ready and len(waiting) == asked:
+                raise TimeoutError(f"mecefo: none of {asked} processes has said anything for {timeout_s:g} s")
             for rank in [] if ready else sorted(waiting):
                 self.lose(rank, waiting)
             for pipe in ready:
@@ -343,7 +356,7 @@ class Driver:
         if isinstance(message, Failed):
             raise RuntimeError(f"mecefo: rank {rank} failed\n{message.report}")
         member.step = message.step
-        if isinstance(message, Ended):
+        if isinstance(message, Waiting):
             waiting.discard(rank)
         elif message.step > len(self.run.losses):
             self.run.losses.append(message.loss)
@@ -373,7 +386,7 @@ def train_in_processes(
     do the step again. It is started anew where its outage ends. One that dies without an outage stays away.
 
     watch      told after every step of the number done and {rank: process id}
-    timeout_s  after which a member that says nothing is taken for dead; twice that, and training for stuck
+    timeout_s  of a collective; a member that is silent for longer is taken for dead
     Raises Restart where nobody can take over, TimeoutError, and RuntimeError with the report of a rank's own error.
     """
     if any(outage.cell.stage for outage in schedule.outages):

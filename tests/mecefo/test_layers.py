@@ -1,5 +1,7 @@
 """The techniques on single layers: values stay, gradients are projected, and less is kept."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,7 +49,7 @@ def test_a_larger_rank_never_has_a_larger_error_and_the_full_one_has_none(shape)
         float((weight_gradient(x, weight, grad_y, right_singular_vectors(weight, r)) - exact).norm())
         for r in range(1, shape[1] + 1)
     ]
-    assert all(after <= before + 1e-12 for before, after in zip(errors, errors[1:], strict=False))
+    assert all(after <= before + 1e-12 for before, after in pairwise(errors))
     assert errors[0] > 0.1 * float(exact.norm())
     assert errors[-1] < 1e-12
 

@@ -36,7 +36,7 @@ def test_techniques_are_checked_too():
 
 def test_choices_are_those_of_the_types():
     hints = get_type_hints(MecefoOptions)
-    assert CHOICES == {key: get_args(hints[key]) for key in CHOICES}
+    assert {key: get_args(hints[key]) for key in CHOICES} == CHOICES
     assert {f.name for f in fields(MecefoOptions)} == {"rank", "refresh_steps", "low_rank", *CHOICES}
 
 
