@@ -255,7 +255,7 @@ class Rank:
 
     def __init__(self, rank: int, setting: Setting, folder: str) -> None:
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch is loaded once for all ranks
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # once for all ranks; optimisers load the latter
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=begin, args=(theirs, rank, setting, folder), daemon=True)
         self.process.start()
