@@ -273,7 +273,7 @@ def draw(summary: Figures, runs: Mapping[str, Sequence[Figures]]) -> dict[str, b
         axes.plot([run["perplexity"] for run in runs[name]], [row] * len(runs[name]), "|", color=color, alpha=0.6)
     axes.axvline(summary["perplexity"]["none"], color="C7", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(names)), [f"{name} ({summary['assumptions']['cells_down'][name]})" for name in names])
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("held-out perplexity per character: mean, 95 % interval, seeds (cells down of 16)")
     axes.spines[["top", "right"]].set_visible(False)
     pictures = {"perplexity.png": png(figure)}

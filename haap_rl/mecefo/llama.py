@@ -140,8 +140,9 @@ class Llama(nn.Module):
     def positions(self, tokens: int) -> Positions:
         """Rotary cosines and sines for `tokens` positions."""
         width = self.shape.hidden // self.shape.heads
-        frequencies = 10000.0 ** -(torch.arange(0, width, 2) / width)
-        angles = torch.outer(torch.arange(tokens).float(), frequencies).repeat(1, 2)
+        device = self.norm.weight.device
+        frequencies = 10000.0 ** -(torch.arange(0, width, 2, device=device) / width)
+        angles = torch.outer(torch.arange(tokens, device=device).float(), frequencies).repeat(1, 2)
         return angles.cos(), angles.sin()
 
     def forward(self, tokens: Tensor) -> Tensor:
