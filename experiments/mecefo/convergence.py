@@ -42,6 +42,7 @@ from haap_rl.mecefo.job import CharacterPretraining
 from haap_rl.mecefo.options import MecefoOptions, Techniques
 from haap_rl.mecefo.parallel import Policy
 from haap_rl.mecefo.pretrain import pretrain
+from haap_rl.tracking.record import write_files
 
 Figures = dict[str, Any]
 MECEFO = Techniques()
@@ -297,10 +298,10 @@ def draw(summary: Figures, runs: Mapping[str, Sequence[Figures]]) -> dict[str, b
     return pictures | {"gradient_error.png": png(figure)}
 
 
-def run(out: Path, quick: bool) -> tuple[Figures, str, dict[str, bytes]]:
-    """Run what is missing; keys of summary.json, Markdown, and files to be written beside."""
+def run(out: Path, quick: bool) -> tuple[Figures, str]:
+    """Run what is missing and write CSV files and pictures; keys of summary.json, and Markdown."""
     size = QUICK if quick else FULL
     runs = runs_of(out, size)
     summary = summarise(runs, size)
-    files = {name: text.encode() for name, text in csv_texts(runs).items()}
-    return summary, table(summary), files | draw(summary, runs)
+    write_files(out, {name: text.encode() for name, text in csv_texts(runs).items()} | draw(summary, runs))
+    return summary, table(summary)

@@ -285,11 +285,11 @@ class Driver:
             done = max(member.step for member in self.live.values())
             self.start([rank for rank in self.lost_at if self.returns(rank) == done])
             self.lead(self.next_generation(done))
-            takers(self.lost_at, self.setting.ranks, self.setting.options)  # raises Restart
         for rank, member in sorted(self.live.items()):
-            member.pipe.send(None)
-            if member.pipe.poll(self.setting.timeout_s):
-                self.run.weights[rank] = torch.load(io.BytesIO(member.pipe.recv()))
+            with contextlib.suppress(OSError, EOFError):  # of one that dies now
+                member.pipe.send(None)
+                if member.pipe.poll(self.setting.timeout_s):
+                    self.run.weights[rank] = torch.load(io.BytesIO(member.pipe.recv()))
 
     def returns(self, rank: int) -> int | None:
         """The step before which a dead rank is back; None for one that did not die of a scheduled outage."""
@@ -331,7 +331,8 @@ class Driver:
     def collect(self, ranks: Iterable[int], timeout_s: float) -> None:
         """Hear all that ranks say, until each waits for a generation or is lost.
 
-        Raises TimeoutError where all of them are silent for so long; if some are, they are lost.
+        Raises TimeoutError where all of them are silent for so long, else those that are count as lost; and Restart
+        where nobody can take over from the lost ones.
         """
         waiting = set(ranks)
         asked = len(waiting)
@@ -344,6 +345,7 @@ class Driver:
                 self.lose(rank, waiting)
             for pipe in ready:
                 self.hear(pipes[pipe], waiting)  # type: ignore[index]
+        takers(self.lost_at, self.setting.ranks, self.setting.options)
 
     def hear(self, rank: int, waiting: set[int]) -> None:
         """Take note of a message, or of the end of the process that would have sent one."""

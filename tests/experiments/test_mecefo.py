@@ -92,8 +92,9 @@ def test_the_summary_says_what_was_found_and_with_which_options(tmp_path, tiny):
         low, high = summary["perplexity_interval_95"][name]
         assert low <= mean <= high
     assert set(summary["gradient_error_mean"]) == set(TINY.scenarios) - {"none"}
-    assert summary["assumptions"]["options"]["rank"] == 8
-    assert summary["assumptions"]["options"]["empty_set"] == "freeze"
+    options = summary["assumptions"]["convergence"]["options"]
+    assert options["rank"] == 8
+    assert options["empty_set"] == "freeze"
     assert set(summary["over_drop_replica_pct"]) == {"low"}
     for name in ("perplexity.png", "gradient_error.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

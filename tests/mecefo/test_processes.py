@@ -4,6 +4,8 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -117,6 +119,30 @@ def test_when_nobody_is_left_training_restarts():
     with pytest.raises(Restart, match="no live cell is left"):
         train_in_processes(JOB, 2, STEPS, schedule, MecefoOptions(rank=8), timeout_s=TIMEOUT_S)
     assert not multiprocessing.active_children()
+
+
+ENDLESS = """
+from haap_rl.mecefo.processes import *
+from haap_rl.mecefo.job import CharacterPretraining
+
+def say(step, pids):
+    if step == 2:
+        print(*pids.values(), flush=True)
+
+if __name__ == "__main__":
+    job = CharacterPretraining(steps=10**6, samples=1, length=16)
+    train_in_processes(job, 2, 10**6, Schedule(), MecefoOptions(rank=8), watch=say)
+"""
+
+
+def test_no_rank_outlives_a_driver_that_is_killed(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    pids = driver.stdout.readline().split()
+    assert len(pids) == 2
+    driver.kill()
+    driver.communicate(timeout=TIMEOUT_S)  # which returns when the last process that inherited its output has ended
 
 
 @dataclass(frozen=True, slots=True)
