@@ -69,6 +69,22 @@ def test_a_killed_rank_is_taken_over_from_and_returns(options):
     assert not multiprocessing.active_children()
 
 
+def test_neighbours_that_die_in_one_step_are_taken_over_from_and_return_one_after_the_other():
+    schedule = Schedule((Outage(Cell(1, 0), 3, 9), Outage(Cell(2, 0), 3, 6), Outage(Cell(0, 0), 5, 5)))
+    options = MecefoOptions(rank=8, refresh_steps=4)
+    run = train_in_processes(JOB, 4, STEPS, schedule, options, timeout_s=TIMEOUT_S)
+    assert {g.begin: g.members for g in run.generations} == {
+        0: (0, 1, 2, 3),
+        3: (0, 3),
+        6: (0, 2, 3),
+        9: (0, 1, 2, 3),
+    }
+    losses, weights = simulated(schedule, options, 4)
+    assert run.losses == pytest.approx(losses, abs=1e-4)
+    assert all_equal(run.weights)
+    assert all(torch.allclose(run.weights[2][name], weights[name], atol=1e-4) for name in weights)
+
+
 def test_without_failures_processes_are_data_parallelism_bit_for_bit():
     run = train_in_processes(JOB, 2, 3, Schedule(), MecefoOptions(rank=8), timeout_s=TIMEOUT_S)
     model = JOB.model()
@@ -108,7 +124,7 @@ def test_a_rank_that_hangs_is_taken_for_dead():
         if step == 5 and 1 in pids:
             os.kill(pids[1], signal.SIGSTOP)
 
-    run = train_in_processes(JOB, 2, STEPS, Schedule(), MecefoOptions(rank=8), timeout_s=3.0, watch=stop)
+    run = train_in_processes(JOB, 2, STEPS, Schedule(), MecefoOptions(rank=8), timeout_s=4.0, watch=stop)
     assert run.generations[-1].members == (0,)
     assert len(run.losses) == STEPS
     assert not multiprocessing.active_children()
