@@ -154,7 +154,8 @@ if __name__ == "__main__":
 def test_no_rank_outlives_a_driver_that_is_killed(tmp_path):
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
-    driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to clear it up
+    driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
     pids = driver.stdout.readline().split()
     assert len(pids) == 2
     driver.kill()
