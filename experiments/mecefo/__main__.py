@@ -1,8 +1,8 @@
-"""MeCeFO beside its alternatives: `python -m experiments.mecefo out=results/mecefo`, about a quarter of an hour.
+"""MeCeFO beside its alternatives: `python -m experiments.mecefo out=results/mecefo`, about half an hour.
 
-    python -m experiments.mecefo out=/tmp/try quick=true      a minute, to see that it works
+    python -m experiments.mecefo out=/tmp/try quick=true      some minutes, to see that it works
 
-Parts: `convergence.py`, what training loses. Every run is a file under out/runs/, so the same command goes on where it
+Parts: `throughput.py`, how much slower plans get; `convergence.py`, what training loses. Every run is a file under out/runs/, so the same command goes on where it
 was stopped. Written at the end: summary.json, table.md, CSV files and pictures.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.mecefo import convergence
+from experiments.mecefo import convergence, throughput
 from haap_rl import configs
 from haap_rl.problem.errors import yes_or_no
 from haap_rl.tracking.record import check_writable, to_json_text, write_files
 
-PARTS = {"convergence": convergence.run}
+PARTS = {"throughput": throughput.run, "convergence": convergence.run}
 OPTIONS = {"out": None, "quick": False}
 
 
