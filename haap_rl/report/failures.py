@@ -7,7 +7,7 @@ from typing import Any
 
 from haap_rl.faults.tradeoff import FRONT, Tradeoff
 from haap_rl.report.markup import Markup, element, table
-from haap_rl.report.svg import WIDTH, legend, line, picture, text, ticks_between
+from haap_rl.report.svg import WIDTH, legend, line, picture, text, ticks
 
 LEFT, RIGHT, HEIGHT = 84.0, WIDTH - 16, 300.0
 KEEPS = ((0.95, "curve0", "95 % or more"), (0.8, "curve2", "80 to 95 %"), (0.0, "curve1", "less"))  # of gradients
@@ -58,10 +58,10 @@ def front_picture(front: Sequence[Tradeoff], chosen: tuple[float, float]) -> Mar
         return bottom - HEIGHT * (value - low_y) / (high_y - low_y)
 
     parts: list[Markup | None] = [names]
-    for value in ticks_between(low_y, high_y):
+    for value in _round_values(low_y, high_y):
         parts += [line(LEFT, y_of(value), RIGHT, y_of(value), "grid")]
         parts += [text(LEFT - 8, y_of(value) + 4, f"{value:,.0f}", "end", "soft")]
-    for value in ticks_between(low_x, high_x):
+    for value in _round_values(low_x, high_x):
         parts.append(text(x_of(value), bottom + 18, f"{value:,.0f}", "middle", "soft"))
     parts.append(line(LEFT, bottom, RIGHT, bottom, "axis"))
     parts.append(text(RIGHT, bottom + 36, "tokens per second without failures", "end", "soft"))
@@ -80,6 +80,11 @@ def front_picture(front: Sequence[Tradeoff], chosen: tuple[float, float]) -> Mar
         f"fastest without: {fastest.failure_free:,.0f}, {fastest.expected:,.0f} expected."
     )
     return picture("throughput without failures against expected throughput", told, bottom + 44, *filter(None, parts))
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high` on a linear axis."""
+    return [value for value in ticks(high, round(6 * high / (high - low))) if value >= low]
 
 
 def _around(values: Sequence[float]) -> tuple[float, float]:

@@ -270,10 +270,17 @@ def _limits(run: Run, plan: Plan, estimate: Estimate) -> list[Markup | None]:
             f"{far:.1%} more."
         )
     found = what_if(record.problem, record.space, plan, record.profile)
+    otherwise = None
+    if record.objective != "iteration_time":
+        otherwise = element(
+            "p", f"In iteration time while nothing fails, but the plan was chosen by {record.objective}.", class_="soft"
+        )
     return [
         element("h2", "What limits the plan"),
+        otherwise,
         *(element("p", line) for line in lines),
         element("h2", "What one change would buy"),
+        otherwise,
         *_gains(found),
     ]
 

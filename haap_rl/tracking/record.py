@@ -164,6 +164,12 @@ class Record:
     def searcher(self) -> str:
         return str(self.config["search"]["name"])
 
+    @property
+    def objective(self) -> str:
+        """What plans were ranked by."""
+        chosen = self.config.get("objective")
+        return str(chosen.get("name", "iteration_time")) if isinstance(chosen, Mapping) else "iteration_time"
+
 
 def read_record(directory: Path) -> Record:
     """The record in `directory`. Raises InputError, naming the file, where one is missing or no run wrote it."""
