@@ -5,10 +5,9 @@
 
 On each problem AutoHAAP first looks for the plan that is fastest while nothing fails, with a budget that brings it to
 or near the proven optimum. Then it looks for the plan with the highest expected throughput, the former plan being its
-first candidate. Both plans are
-held against each other by the expectation with its bounds, and by Monte-Carlo on common random traces. Devices fail as
-on the 32 devices of MeCeFO's "low" scenario (arXiv 2510.16415, Table 1: one failure per 2 h, back after 4 h), so each of
-them is down one sixteenth of the time, whatever the cluster's size.
+first candidate. Both plans are held against each other by the expectation with its bounds, and by Monte-Carlo on common
+random traces. Devices fail as on the 32 devices of MeCeFO's "low" scenario (arXiv 2510.16415, Table 1: one failure per
+2 h, back after 4 h), so each of them is down one sixteenth of the time, whatever the cluster's size.
 
 Every search that is finished is a file under out/runs/, so the same command goes on where it was stopped.
 """
@@ -253,10 +252,10 @@ def _text(found: Mapping[Case, dict[str, Any]], summary: Mapping[str, Any]) -> s
         f"AutoHAAP, {FAILURE_FREE_EVALUATIONS:,} plans as if nothing failed (at most "
         f"{max(figures['blind_gap_to_bound_pct'] for figures in found.values()):.1f} % above the proven bound) and "
         f"{max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
-        "seeds. Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, mean "
-        "and 95 % interval over seeds; proven: at least that in every seed, by the bounds of both; simulated: on 20 common traces of 30 "
-        "days. Cost: throughput without failures that is given up. Each device is down 1/16 of the time "
-        f"({RECOVERY_H:g} h in {CYCLE_H:g} h).",
+        "seeds. Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, "
+        "mean and 95 % interval over seeds; proven: at least that in every seed, by the bounds of both; simulated: on "
+        f"{TRACES} common traces of 30 days. Cost: throughput without failures that is given up. Each device is down "
+        f"1/16 of the time ({RECOVERY_H:g} h in {CYCLE_H:g} h).",
     ]
     header = [
         "problem",

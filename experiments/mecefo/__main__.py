@@ -2,8 +2,9 @@
 
     python -m experiments.mecefo out=/tmp/try quick=true      some minutes, to see that it works
 
-Parts: `throughput.py`, how much slower plans get; `convergence.py`, what training loses. Every run is a file under out/runs/, so the same command goes on where it
-was stopped. Written at the end: summary.json, table.md, CSV files and pictures.
+Parts: `throughput.py`, how much slower plans get; `convergence.py`, what training loses. Every run is a file under
+out/runs/, so the same command goes on where it was stopped. Written at the end: summary.json, table.md, CSV files and
+pictures.
 """
 
 from __future__ import annotations

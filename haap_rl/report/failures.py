@@ -10,7 +10,11 @@ from haap_rl.report.markup import Markup, element, table
 from haap_rl.report.svg import WIDTH, legend, line, picture, text, ticks
 
 LEFT, RIGHT, HEIGHT = 84.0, WIDTH - 16, 300.0
-KEEPS = ((0.95, "curve0", "95 % or more"), (0.8, "curve2", "80 to 95 %"), (0.0, "curve1", "less"))  # of gradients
+KEEPS = (
+    (0.95, "curve0", "95 % or more of attention gradients computed"),
+    (0.8, "curve2", "80 to 95 %"),
+    (0.0, "curve1", "less"),
+)  # of gradients
 
 
 def section_under_failures(facts: Mapping[str, Any] | None, front: Sequence[Tradeoff]) -> list[Markup | None]:
@@ -27,9 +31,9 @@ def section_under_failures(facts: Mapping[str, Any] | None, front: Sequence[Trad
         ("attention gradients computed", f"{facts['gradient_fidelity']:.1%}", "all others are exact or low-rank"),
         ("a checkpoint", "never" if interval is None else f"every {interval:,.0f} s", "of training"),
     ]
-    said = (
-        f"{facts['faults']}, met by policy {facts['policy']}; summed up by {facts['method']} over {facts['states']:,}."
-    )
+    what = {"counts": "combinations of failures", "sets": "sets of failures", "draws": "random sets of failures"}
+    summed = f"summed over {facts['states']:,} {what.get(facts['method'], 'sets')}"
+    said = f"{facts['faults']}, met by policy {facts['policy']}; {summed}."
     drawing = front_picture(front, (free, mean)) if len(front) > 1 else None
     caption = (
         "Plans that the search has priced and no other beats in all three: throughput without failures, throughput "
