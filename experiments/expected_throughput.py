@@ -28,7 +28,7 @@ from experiments.grid import csv_text, version
 from experiments.paper.table import markdown
 from experiments.stored import kept, stored
 from haap_rl import configs
-from haap_rl.faults.expected import Counts, Expected, expected_throughput, settled
+from haap_rl.faults.expected import Counts, Expected, expected_throughput, with_best_interval
 from haap_rl.faults.model import FailureModel, Hazard
 from haap_rl.faults.objective import ExpectedThroughput, describe
 from haap_rl.faults.policy import Constants, StagePolicy, policy_named
@@ -135,7 +135,9 @@ def _simulated(problem: Problem, faults: Faults, plans: Mapping[str, Plan]) -> l
     """Gain in % on each of some traces, the same for both plans."""
     components = faults.model.components(problem.cluster)
     estimator = faults.estimator(problem)
-    reactions = {name: settled(Reactions(estimator, plan, faults.policy, components)) for name, plan in plans.items()}
+    reactions = {
+        name: with_best_interval(Reactions(estimator, plan, faults.policy, components)) for name, plan in plans.items()
+    }
     gains = []
     for rng in np.random.default_rng(0).spawn(TRACES):
         trace = draw(components, TRACE_H * HOUR_S, rng, stationary=True)

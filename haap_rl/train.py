@@ -71,6 +71,7 @@ def train(config: dict[str, Any], directory: Path) -> int:
     seed = _seed(config["seed"])
     cached, profile = profile_from_config(config["estimator"])
     scorer = _scorer(config["objective"], config["faults"])
+    under_failures = None if scorer else _under_failures(problem, config["faults"], cached, profile)
     parameters = dict(config["search"])
     searcher = load_searcher(parameters.pop("name"), parameters)
     certificate = None
@@ -105,8 +106,8 @@ def train(config: dict[str, Any], directory: Path) -> int:
             raise InputError(result.reason)
         if certificate is not None:
             result = certificate.beside(result, lower_bound(problem, spec, profile).seconds)
-        if scorer is None and config["faults"]["hazards"] and result.plan is not None:
-            result = _under_failures(result, problem, config["faults"], cached, profile)
+        if under_failures is not None:
+            result = _with_failures(result, under_failures)
         write_record(directory, config, problem, result)
         tracker.finish(problem, result)
     if result.plan is not None and result.estimate is not None:
@@ -167,16 +168,28 @@ def _scorer(objective: Mapping[str, Any], faults: Mapping[str, Any]) -> Expected
 
 
 def _under_failures(
-    result: SearchResult, problem: Problem, faults: Mapping[str, Any], cached: bool, profile: Profile | None
-) -> SearchResult:
-    """The result with what its plan, found without a thought of failures, is worth under them."""
+    problem: Problem, faults: Mapping[str, Any], cached: bool, profile: Profile | None
+) -> ExpectedThroughput | None:
+    """What says how a plan does that was found without a thought of failures; None where there are none."""
+    if not faults.get("hazards"):
+        return None
     from haap_rl.faults.objective import ExpectedThroughput
     from haap_rl.faults.settings import faults_from_config
 
-    assert result.plan is not None
     scorer = ExpectedThroughput(faults_from_config(faults))
     scorer.estimator(problem, cached, profile)
-    return replace(result, notes=(*result.notes, *scorer.lines(result.plan)), scored=scorer.facts(result.plan))
+    return scorer
+
+
+def _with_failures(result: SearchResult, scorer: ExpectedThroughput) -> SearchResult:
+    """The result with what its plan is worth under failures, or why that is not known."""
+    if result.plan is None:
+        return result
+    try:
+        facts, lines = scorer.facts(result.plan), scorer.lines(result.plan)
+    except InputError as error:
+        return replace(result, notes=(*result.notes, str(error)))
+    return replace(result, notes=(*result.notes, *lines), scored=facts)
 
 
 def _seed(value: object) -> int:

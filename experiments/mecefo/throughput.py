@@ -131,7 +131,7 @@ def plan_of(problem: Problem, stages: int, replicas: int, recompute: RecomputeMo
     """
     size = problem.global_batch_size // MICROBATCHES // replicas
     even = uniform_plan(problem, 1, stages, replicas, size, recompute, zero_stage=0)
-    layers = FaultEstimator(problem).deal_layers(even, range(stages))
+    layers = FaultEstimator(problem).deal_layers(even, tuple(range(stages)))
     assert layers is not None
     balanced = tuple(
         replace(

@@ -226,6 +226,7 @@ class FaultEstimator(Estimator):
             )
         self.healthy = lru_cache(maxsize=64)(self._price_healthy) if cached else self._price_healthy
         self.keys = lru_cache(maxsize=64)(self._stage_keys) if cached else self._stage_keys
+        self.deal_layers = lru_cache(maxsize=4096)(self._deal_layers) if cached else self._deal_layers
         self._layer_backward_s = self._memoise(self._price_degraded_layer)
         self._run_s = self._memoise(self._price_run)
         self._run_bytes = self._memoise(self._price_run_memory)
@@ -396,30 +397,35 @@ class FaultEstimator(Estimator):
         return missing
 
     # ------------------------------------------------------------------- pipelines made anew (Oobleck)
-    def deal_layers(self, plan: Plan, alive: Sequence[int]) -> tuple[int, ...] | None:
+    def _deal_layers(self, plan: Plan, alive: tuple[int, ...]) -> tuple[int, ...] | None:
         """Layers for one cell of each stage in `alive`, a pipeline of its own, so that the slowest takes least.
 
-        One layer after the other to whoever then ends first, which is optimal as layers are alike; None where memory
-        does not hold them all.
+        At least one each, then one after the other to whoever ends first with it, which is optimal as layers are alike;
+        None where memory does not hold them all.
         """
-        keys = self.keys(plan)
-        layers = [0] * len(alive)
+        keys, num_layers = self.keys(plan), self.problem.model.num_layers
         most = [self._most_layers(plan, keys, alive, j) for j in range(len(alive))]
-        if min(most) < 1 or sum(most) < self.problem.model.num_layers:
+        if min(most) < 1 or sum(most) < num_layers:
             return None
-        for _ in range(self.problem.model.num_layers):
-            empty = [j for j in range(len(alive)) if not layers[j]]
-            open_ones = empty or [j for j in range(len(alive)) if layers[j] < most[j]]
-            j = min(open_ones, key=lambda j: (sum(self._pipeline_stage_s(plan, keys, alive, j, layers[j] + 1)), j))
+        layers = [1] * len(alive)
+        ends_s = [sum(self._pipeline_stage_s(plan, keys, alive, j, 2)) for j in range(len(alive))]  # with one more
+        for _ in range(num_layers - len(alive)):
+            j = min((j for j in range(len(alive)) if layers[j] < most[j]), key=lambda j: (ends_s[j], j))
             layers[j] += 1
+            ends_s[j] = sum(self._pipeline_stage_s(plan, keys, alive, j, layers[j] + 1))
         return tuple(layers)
 
     def _most_layers(self, plan: Plan, keys: Sequence[StageKey], alive: Sequence[int], j: int) -> int:
+        """Layers that fit on the j-th cell; more layers never take fewer bytes."""
         held = schedule.in_flight(len(alive), j, plan.num_microbatches)
-        for n in range(self.problem.model.num_layers, 0, -1):
-            if not self._pipeline_cell(plan, keys, alive, j, n, held).missing_bytes:
-                return n
-        return 0
+        most, too_many = 0, self.problem.model.num_layers + 1
+        while too_many - most > 1:
+            n = (most + too_many) // 2
+            if self._pipeline_cell(plan, keys, alive, j, n, held).missing_bytes:
+                too_many = n
+            else:
+                most = n
+        return most
 
     def _pipeline_cell(
         self, plan: Plan, keys: Sequence[StageKey], alive: Sequence[int], j: int, layers: int, held: int

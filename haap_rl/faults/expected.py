@@ -10,8 +10,8 @@ tokens per second r(D) of the policy and the share k(D) that checkpoints leave (
 exact for exponential times but for k(D) where several sets run (`markov` solves the chain itself; tests hold the two
 equal). Times of another kind have the same P(D) and, here, the rates of their means.
 
-Three ways to the sum, with bounds where it is cut off: `by_counts` compiled, where the replicas of a stage are alike;
-`by_sets`, its readable twin, every set of few components; `by_draws` for the rest.
+Three ways to the sum, with bounds where it is cut off: `Counts` compiled, where the replicas of a stage are alike and
+every cell has one cause of failure; `by_sets`, its readable twin, every set of few components; `by_draws` for the rest.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from haap_rl.problem.plan import Plan
 MOST_SETS = 12  # elements, of which every set is enumerated
 DRAWS, SEED = 256, 0  # of `by_draws`: the same numbers for every plan, so that plans differ by less than draws do
 LEAST_PROBABILITY = 1e-5  # of a set of numbers of failures that is enumerated
+LEAST_COVERED = 0.9  # of all probability that is counted; below it no number of failures is likely, and sets are drawn
 
 
 class Expected(NamedTuple):
@@ -149,7 +150,7 @@ def _summed(
         else:
             stops[x] = math.fsum(parts[i].fails for i in up if not respond((*down[:i], True, *down[i + 1 :])).runs)
     stops_per_s = math.fsum(share * rate for share, rate in zip(shares, stops, strict=True))
-    transitions = with_interval(reactions, stops_per_s)
+    transitions = _settled_transitions(reactions, stops_per_s)
     made, lost, stopped = [], 0.0, 0.0
     for down, response, share, rate in zip(sets, responses, shares, stops, strict=True):
         if not response.runs:
@@ -193,7 +194,7 @@ def productive(transitions: Transitions, fails: float, returns: float, stops: fl
     )
 
 
-def with_interval(reactions: Reactions, stops_per_s: float) -> Transitions:
+def _settled_transitions(reactions: Reactions, stops_per_s: float) -> Transitions:
     """The transitions with the checkpoint interval that is given, or Young's for that rate of stops."""
     given = reactions.policy.constants.checkpoint_interval_s
     if given is None:
@@ -261,11 +262,13 @@ class Counts:
                 tables, plan.num_microbatches, seconds, produced, fills, numbers, self.least, priced, work, sums
             )
 
-        if self.policy.constants.checkpoint_interval_s is None:
-            run(transitions, 0)
-            transitions = with_interval(reactions, float(sums[kernels.STOPS]))
+        run(transitions, 0)
+        covered = float(sums[kernels.COVERED])
+        if covered < LEAST_COVERED:
+            return by_draws(reactions, parts)
+        transitions = _settled_transitions(reactions, float(sums[kernels.STOPS]))
         run(transitions, 1)
-        covered, tokens, lost, stops, stopped, count = sums.tolist()
+        _, tokens, lost, stops, stopped, count = sums.tolist()
         rest = max(0.0, 1.0 - covered)
         return Expected(
             tokens_per_s=tokens / covered,  # what is left out is taken to be like the rest
@@ -407,12 +410,13 @@ def _most_of(number: int, share: float, least: float) -> int:
 
 
 def _binomial(number: int, k: int, share: float) -> float:
-    if k > number:
-        return 0.0
-    return math.comb(number, k) * share**k * (1.0 - share) ** (number - k)
+    if k > number or not 0.0 < share < 1.0:
+        return float(k == (number if share == 1.0 else 0))
+    ways = math.lgamma(number + 1) - math.lgamma(k + 1) - math.lgamma(number - k + 1)  # comb() overflows a float
+    return math.exp(ways + k * math.log(share) + (number - k) * math.log1p(-share))
 
 
-def settled(reactions: Reactions) -> Reactions:
+def with_best_interval(reactions: Reactions) -> Reactions:
     """The reactions with the checkpoint interval that their constants give, or Young's for how often they stop."""
     if reactions.policy.constants.checkpoint_interval_s is not None:
         return reactions
@@ -425,6 +429,8 @@ def expected_throughput(reactions: Reactions, counts: Counts | None = None) -> E
     counts: where what stages do is remembered from plan to plan.
     """
     parts, policy = elements(reactions), reactions.policy
-    if isinstance(policy, StagePolicy) and policy.separable(reactions.plan):
+    apart = [cell for element in parts for cell in element.cells]
+    one_cause = len(apart) == len(set(apart))  # else two that are down may take the same cell, and counts do not add up
+    if isinstance(policy, StagePolicy) and policy.separable(reactions.plan) and one_cause:
         return (counts or Counts(reactions.estimator, policy))(reactions, parts)
     return by_sets(reactions, parts) if len(parts) <= MOST_SETS else by_draws(reactions, parts)

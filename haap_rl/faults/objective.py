@@ -18,24 +18,31 @@ from haap_rl.faults.policy import Policy, Restart, StagePolicy
 from haap_rl.faults.reactions import Reactions
 from haap_rl.faults.settings import Faults
 from haap_rl.faults.tradeoff import FRONT, Tradeoff, front_csv
-from haap_rl.problem.errors import InputError
+from haap_rl.problem.errors import InputError, shown
 from haap_rl.problem.plan import Plan, Problem
 
 LEAST_SHARE = 1e-6  # of the failure-free throughput that a plan which never runs is taken to have, to stay finite
 
 
 class ExpectedThroughput:
-    """The scorer (`search.base.Scorer`) of one search.
+    """The scorer (`search.base.Scorer`) of one search. Raises InputError for failures that are a trace.
 
     front   (trade-off, plan) of the plans scored that no other one beats in all three figures, in the order found
     """
 
     def __init__(self, faults: Faults) -> None:
+        if faults.model.trace is not None:
+            raise InputError(
+                f"faults: trace={shown(faults.model.trace)} is one course of events, of which there is no expectation; "
+                "use faults.trace=null, or python -m haap_rl.faults.simulate for a plan"
+            )
         self.faults = faults
         self.front: list[tuple[Tradeoff, Plan]] = []
         self._estimator: FaultEstimator | None = None
         self._components: tuple[Component, ...] = ()
         self._counts: Counts | None = None
+        self._restart = Restart(faults.constants, faults.options)
+        self._restart_counts: Counts | None = None
 
     def estimator(self, problem: Problem, cached: bool, profile: Profile | None) -> FaultEstimator:
         """The estimator of the search. Raises InputError if the failure model does not suit the cluster."""
@@ -43,18 +50,23 @@ class ExpectedThroughput:
         self._estimator = self.faults.estimator(problem, cached, profile)
         if isinstance(self.faults.policy, StagePolicy):
             self._counts = Counts(self._estimator, self.faults.policy, self.faults.least_probability)
+        self._restart_counts = Counts(self._estimator, self._restart, self.faults.least_probability)
         return self._estimator
 
-    def expected(self, plan: Plan) -> Expected:
-        """What a plan is worth. A plan that the policy cannot be used with is restarted after every failure."""
-        assert self._estimator is not None
-        policy: Policy = self.faults.policy
+    def policy(self, plan: Plan) -> Policy:
+        """The policy that a plan is priced under; one that the chosen policy cannot be used with is restarted."""
         try:
-            policy.check(plan)
+            self.faults.policy.check(plan)
         except InputError:
-            policy = Restart(self.faults.constants, self.faults.options)
+            return self._restart
+        return self.faults.policy
+
+    def expected(self, plan: Plan) -> Expected:
+        """What a plan is worth."""
+        assert self._estimator is not None
+        policy = self.policy(plan)
         reactions = Reactions(self._estimator, plan, policy, self._components)
-        return expected_throughput(reactions, self._counts if policy is self.faults.policy else None)
+        return expected_throughput(reactions, self._restart_counts if policy is self._restart else self._counts)
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of an iteration on average."""
@@ -72,11 +84,12 @@ class ExpectedThroughput:
 
     def facts(self, plan: Plan) -> dict[str, Any]:
         """The expectation with its bounds and every assumption behind it, as JSON data."""
-        expected = self.expected(plan)
+        expected, policy = self.expected(plan), self.policy(plan)
         return {
             "faults": self.faults.model.name,
             "policy": self.faults.policy.name,
-            "exact_gradients": self.faults.policy.exact,
+            "policy_used": policy.name,
+            "exact_gradients": policy.exact,
             "expected_tokens_per_s": expected.tokens_per_s,
             "expected_tokens_per_s_low": expected.lower,
             "expected_tokens_per_s_high": expected.upper,
@@ -96,13 +109,15 @@ class ExpectedThroughput:
 
     def lines(self, plan: Plan) -> list[str]:
         """The expectation in words."""
-        expected, policy = self.expected(plan), self.faults.policy
+        expected, policy = self.expected(plan), self.policy(plan)
         how = "an interval of 95 %" if expected.method == "draws" else "proven"
         lines = [
             f"under {self.faults.model.name} with policy {policy.name}: {expected.tokens_per_s:,.0f} tokens/s expected "
             f"({how}: {expected.lower:,.0f} to {expected.upper:,.0f}), {expected.share:.1%} of "
             f"{expected.failure_free:,.0f} without failures; stopped {expected.stopped:.2%} of the time"
         ]
+        if policy is not self.faults.policy:
+            lines.append(f"policy {self.faults.policy.name} cannot be used with this plan, which is restarted instead")
         if not policy.exact:
             lines.append(f"attention gradients computed: {expected.fidelity:.1%}")
         if len(self.front) > 1:

@@ -97,10 +97,15 @@ DEFAULT_CONSTANTS, DEFAULT_OPTIONS = Constants(), MecefoOptions()
 
 @dataclass(frozen=True, slots=True)
 class Policy(abc.ABC):
-    """How training survives. `exact`: gradients are those of the healthy run (of the samples that are left)."""
+    """How training survives.
+
+    exact       gradients are those of the healthy run (of the samples that are left)
+    uses_idle   devices that the plan leaves idle make a difference
+    """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    uses_idle: ClassVar[bool] = False
     constants: Constants = DEFAULT_CONSTANTS
     options: MecefoOptions = DEFAULT_OPTIONS
 
@@ -430,11 +435,15 @@ class Oobleck(Policy):
     name: ClassVar[str] = "oobleck"
 
     def check(self, plan: Plan) -> None:
+        Policy.check(self, plan)
         _check_pipelines(self.name, plan)
 
     def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
         if not down.cells:
             return Degraded(plan, healthy_work(plan))
+        stopped = lost_stage(plan, down)
+        if stopped is not None:
+            return stopped
         pipelines = []
         dp = len(replica_samples(plan.stages[0]))
         for r in range(dp):
@@ -520,15 +529,20 @@ class Mecefo(StagePolicy):
 class Spare(Policy):
     """An idle device of the same device group takes the dead cell's place; when none is left, training stops.
 
-    What is given up is the throughput of idle devices while all is well. Weights and optimiser state are loaded first.
+    What is given up is the throughput of idle devices while all is well. Weights and optimiser state are loaded from a
+    peer first; where a stage has none, training stops.
     """
 
     name: ClassVar[str] = "spare"
+    uses_idle: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
         """A plan that uses every device has no spares, and restarts."""
 
     def apply(self, estimator: FaultEstimator, plan: Plan, down: Down) -> Action:
+        stopped = lost_stage(plan, down)
+        if stopped is not None:
+            return stopped
         idle = list(down.idle)
         for i, r in sorted(down.cells):
             group = plan.stages[i].replicas[replica_group(plan.stages[i], r)]
@@ -558,7 +572,7 @@ def policy_named(name: object, options: MecefoOptions | None = None, constants: 
 
 def mecefo_options(config: Mapping[str, Any]) -> MecefoOptions:
     """MecefoOptions from the mapping `faults.mecefo`. Raises InputError for what is unknown or impossible."""
-    check_keys("faults.mecefo", config, [field.name for field in fields(MecefoOptions)])
+    check_keys("faults.mecefo", config, (), [field.name for field in fields(MecefoOptions)])
     try:
         return MecefoOptions(**config)
     except ValueError as error:
@@ -567,5 +581,5 @@ def mecefo_options(config: Mapping[str, Any]) -> MecefoOptions:
 
 def constants_from_config(config: Mapping[str, Any]) -> Constants:
     """Constants from the mapping `faults.constants`."""
-    check_keys("faults.constants", config, [field.name for field in fields(Constants)])
+    check_keys("faults.constants", config, (), [field.name for field in fields(Constants)])
     return Constants(**config)

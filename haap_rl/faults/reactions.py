@@ -32,6 +32,7 @@ class Reactions:
     transitions     seconds in which nothing is trained; `checkpoint_interval_s` as given
     cells, idle     of each component: the cells that it takes with it, and of each device group the idle devices
     spare           idle devices of each device group, all alive
+    Idle devices are left out where they make no difference to the policy.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Reactions:
         for component in self.components:
             devices = [(component.group, component.first_device + d) for d in range(component.num_devices)]
             self.cells.append(tuple(sorted({of_device[d] for d in devices if d in of_device})))
-            lost = frozenset(d for d in devices if d not in of_device)
+            lost = frozenset(d for d in devices if policy.uses_idle and d not in of_device)
             self._lost.append(lost)
             self.idle.append(tuple(sorted(Counter(group for group, _ in lost).items())))
         groups = estimator.problem.cluster.groups
         used = [sum(1 for group, _ in of_device if group == g) for g in range(len(groups))]
-        self.spare = tuple(group.num_devices - n for group, n in zip(groups, used, strict=True))
+        self.spare = tuple(
+            group.num_devices - n if policy.uses_idle else 0 for group, n in zip(groups, used, strict=True)
+        )
         self._layers = [key.num_layers for key in estimator.keys(plan)]
         self._known: dict[Down, Response] = {}
 

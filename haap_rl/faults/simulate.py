@@ -327,7 +327,7 @@ def reactions_of(
 ) -> Reactions:
     """How `plan` goes on under `policy` with the options in config["faults"]. Raises InputError."""
     from haap_rl.cost.profile_files import profile_from_config
-    from haap_rl.faults.expected import settled
+    from haap_rl.faults.expected import with_best_interval
     from haap_rl.faults.reactions import Reactions as PolicyReactions
     from haap_rl.faults.settings import faults_from_config
 
@@ -335,7 +335,7 @@ def reactions_of(
     faults = faults_from_config(config["faults"]).with_policy(policy)
     faults.policy.check(plan)
     estimator = faults.estimator(problem, cached, profile)
-    found: Reactions = settled(PolicyReactions(estimator, plan, faults.policy, components))
+    found: Reactions = with_best_interval(PolicyReactions(estimator, plan, faults.policy, components))
     return found
 
 

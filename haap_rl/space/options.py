@@ -279,9 +279,11 @@ def _max_layers(
         mode, projectors = "full", PROJECTOR_RANK * columns * estimator.value_bytes
     tasks = [replica[2], *[largest] * spec.survives]
     left = dp - spec.survives  # they divide the optimiser state
-    return np.minimum(
-        most, _layers_that_fit(problem, spec, replica, tasks, mode, left, projectors, estimator, in_flight)
-    )
+    taker = _layers_that_fit(problem, spec, replica, tasks, mode, left, projectors, estimator, in_flight)
+    # whoever takes nothing keeps its own activations, which may be more, and a larger part of the optimiser state too
+    own, others = [replica[2]], max(2, left)
+    other = _layers_that_fit(problem, spec, replica, own, option.recompute, others, 0, estimator, in_flight)
+    return np.minimum(most, np.minimum(taker, other))
 
 
 def _layers_that_fit(
