@@ -81,6 +81,13 @@ def test_only_the_profile_command_measures_and_measuring_needs_only_problem_and_
         assert {room(name) for name in imports(path) if name.startswith("haap_rl.")} <= {"problem", "cost", "measure"}
 
 
+def test_the_training_mechanism_imports_nothing_of_ours_and_its_options_no_torch():
+    for path in (ROOT / "haap_rl" / "mecefo").glob("*.py"):
+        ours = [name for name in imports(path) if name.split(".")[0] in ("haap_rl", "haap_envs", "experiments")]
+        assert all(name.startswith("haap_rl.mecefo.") for name in ours), path
+    assert not {name.split(".")[0] for name in imports(ROOT / "haap_rl" / "mecefo" / "options.py")} & {"torch", "numpy"}
+
+
 def test_no_searcher_keeps_a_clock_or_a_log():
     for path in (ROOT / "haap_rl" / "search").rglob("*.py"):
         if path.name not in ("base.py", "__init__.py"):

@@ -295,12 +295,14 @@ class FaultEstimator(Estimator):
 
     # ------------------------------------------------------------------------------------------- stages
     def stage(self, index: int, work: Sequence[Work], keys: Sequence[StageKey]) -> DegradedStage:
-        """Seconds of a stage whose replicas do `work`; the slowest live cell sets the pace of each direction."""
-        key = keys[index]
-        slowest_forward = slowest_backward = refresh_s = 0.0
+        """Seconds of a stage whose replicas do `work`, those of its slowest live cell.
+
+        Its forward and backward go together: a taker with a cheap backward pass is not held up by peers with a cheap
+        forward pass, for they wait for each other once an iteration only.
+        """
+        key, slowest, refresh_s = keys[index], (0.0, 0.0), 0.0
         for replica, tasks in enumerate(work):
-            forward_s, backward_s = self.cell_s(index, replica, tasks, keys)
-            slowest_forward, slowest_backward = max(slowest_forward, forward_s), max(slowest_backward, backward_s)
+            slowest = max(slowest, self.cell_s(index, replica, tasks, keys), key=sum)
             if any(task.backward == "mecefo" for task in tasks):
                 where = replica_of(key, replica)
                 refresh_s = max(refresh_s, self.refresh_s(where.group, where.tp, key.num_layers))
@@ -312,9 +314,9 @@ class FaultEstimator(Estimator):
             for replica in live.replicas
         ]
         network = self.data_parallel_network(live)
-        sync_s = self.gradient_sync_s(live, max(parameters), network, slowest_backward)
+        sync_s = self.gradient_sync_s(live, max(parameters), network, slowest[1])
         step_s = self._optimizer_s(live, parameters) + refresh_s / self.options.refresh_steps
-        return DegradedStage(slowest_forward, slowest_backward, sync_s, step_s)
+        return DegradedStage(*slowest, sync_s, step_s)
 
     def cell_s(self, index: int, replica: int, tasks: Work, keys: Sequence[StageKey]) -> tuple[float, float]:
         """(forward, backward) seconds per micro-batch of a replica of stage `index` that does `tasks` one by one."""

@@ -8,9 +8,7 @@ less than the iteration time of the healthy plan: bounds on that hold for it too
 
 from __future__ import annotations
 
-import csv
-import io
-from typing import Any, NamedTuple
+from typing import Any
 
 from haap_rl.cost.profiles import Profile
 from haap_rl.faults.cost import FaultEstimator
@@ -19,25 +17,11 @@ from haap_rl.faults.model import Component
 from haap_rl.faults.policy import Policy, Restart, StagePolicy
 from haap_rl.faults.reactions import Reactions
 from haap_rl.faults.settings import Faults
+from haap_rl.faults.tradeoff import FRONT, Tradeoff, front_csv
 from haap_rl.problem.errors import InputError, shown
 from haap_rl.problem.plan import Plan, Problem
 
 LEAST_SHARE = 1e-6  # of the failure-free throughput that a plan which never runs is taken to have, to stay finite
-FRONT = "pareto.csv"
-COLUMNS = ("failure_free_tokens_per_s", "expected_tokens_per_s", "gradient_fidelity", "stages", "num_microbatches")
-
-
-class Tradeoff(NamedTuple):
-    """A plan's three figures, all the better the larger: tokens/s without failures, expected ones, and the share of
-    attention gradients that are computed."""
-
-    failure_free: float
-    expected: float
-    fidelity: float
-
-    def beaten_by(self, other: Tradeoff) -> bool:
-        """Whether `other` is at least as good in all three and better in one."""
-        return other != self and all(theirs >= own for theirs, own in zip(other, self, strict=True))
 
 
 class ExpectedThroughput:
@@ -142,12 +126,9 @@ class ExpectedThroughput:
 
     def artifacts(self) -> dict[str, bytes]:
         """The front as CSV, the plans best by expected throughput first."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for point, plan in sorted(self.front, key=lambda item: -item[0].expected):
-            writer.writerow([*(f"{value:.9g}" for value in point), describe(plan), plan.num_microbatches])
-        return {FRONT: text.getvalue().encode()}
+        best_first = sorted(self.front, key=lambda item: -item[0].expected)
+        text = front_csv((point, [plan.num_microbatches, describe(plan)]) for point, plan in best_first)
+        return {FRONT: text.encode()}
 
 
 def describe(plan: Plan) -> str:

@@ -370,9 +370,10 @@ class Bamboo(Policy):
     """The cell before in the same pipeline holds the dead one's layers too, and does both (Bamboo, NSDI 2023).
 
     Every cell has room for the weights, gradients and optimiser state of the next stage, the last one for the first
-    stage's. A pipeline that loses two stages of which one held the other's layers is out until one of them is back, and
-    the others share its micro-batches (reconfigured, as Bamboo does after such a fatal failure); when all are out,
-    training stops. Healthy, redundant forward passes fill bubbles (`constants.bamboo_forward_share` do not).
+    stage's. A pipeline that loses two stages of which one held the other's layers, or in which a cell has no memory
+    for the activations of two, is out until they are back, and the others share its micro-batches (reconfigured, as
+    Bamboo does after such a fatal failure); when all are out, training stops. Healthy, redundant forward passes fill
+    bubbles (`constants.bamboo_forward_share` of them do not).
     """
 
     name: ClassVar[str] = "bamboo"
@@ -386,9 +387,20 @@ class Bamboo(Policy):
         p, samples = len(plan.stages), [replica_samples(stage)[0] for stage in plan.stages]
         replicas = range(len(replica_samples(plan.stages[0])))
         dead = {r: [i for i in range(p) if Cell(i, r) in down.cells] for r in replicas}
-        whole = [r for r in replicas if not any((i - 1) % p in dead[r] for i in dead[r])]
+        keys = estimator.keys(plan)
+
+        def holds(r: int, i: int) -> bool:
+            """Whether the cell before stage i of pipeline r lives and has the memory to do that stage too."""
+            before = (i - 1) % p
+            if before in dead[r]:
+                return False
+            both = (Task(before, samples[before]), Task(i, samples[i]))
+            held = in_flight(p, before, plan.num_microbatches)
+            return not estimator.cell_memory(before, r, both, keys, len(replicas), held).missing_bytes
+
+        whole = [r for r in replicas if all(holds(r, i) for i in dead[r])]
         if not whole:
-            return Stopped("every pipeline has lost two stages of which one held the other's layers")
+            return Stopped("no pipeline is left in which the cell before each dead one can do both stages")
         turns = len(replicas) / len(whole)  # of each pipeline that is left, per micro-batch
         redundant = self.constants.bamboo_forward_share
         work: list[list[Work]] = [[()] * len(replicas) for _ in range(p)]

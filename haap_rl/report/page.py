@@ -16,6 +16,7 @@ from haap_rl.cost.estimator import Estimator, fingerprint
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Plan
 from haap_rl.report.charts import Curve, curves_picture, memory_picture
+from haap_rl.report.failures import section_under_failures
 from haap_rl.report.markup import Markup, element, joined, table
 from haap_rl.report.plan_drawing import plan_picture, stage_class
 from haap_rl.report.tables import profile_lines
@@ -80,6 +81,7 @@ def run_page(run: Run) -> str:
             ),
             _seconds_table(estimate),
             _section("Memory", memory_picture(estimate)),
+            *section_under_failures(record.under_failures, record.front),
             *_limits(run, plan, estimate),
         ]
     parts += [*_search(run), *_again(run)]
@@ -268,10 +270,17 @@ def _limits(run: Run, plan: Plan, estimate: Estimate) -> list[Markup | None]:
             f"{far:.1%} more."
         )
     found = what_if(record.problem, record.space, plan, record.profile)
+    otherwise = None
+    if record.objective != "iteration_time":
+        otherwise = element(
+            "p", f"In iteration time while nothing fails, but the plan was chosen by {record.objective}.", class_="soft"
+        )
     return [
         element("h2", "What limits the plan"),
+        otherwise,
         *(element("p", line) for line in lines),
         element("h2", "What one change would buy"),
+        otherwise,
         *_gains(found),
     ]
 

@@ -20,6 +20,7 @@ import yaml
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.cost.profile_files import profile_from_json, profile_to_json
 from haap_rl.cost.profiles import Profile
+from haap_rl.faults.tradeoff import FRONT, Tradeoff, read_front
 from haap_rl.problem.errors import LARGEST_NUMBER, InputError, shown
 from haap_rl.problem.formats.files import read_json_object, read_text
 from haap_rl.problem.plan import Plan, Problem
@@ -49,6 +50,21 @@ RESULT_KINDS: Mapping[str, tuple[type, ...]] = {
     "notes": (list,),
     "estimator_fingerprint": (str,),
 }
+# what a report needs of result.json's expected_throughput
+FAILURE_KINDS: Mapping[str, tuple[type, ...]] = {
+    "faults": (str,),
+    "policy": (str,),
+    "method": (str,),
+    "states": (int,),
+    "expected_tokens_per_s": Number,
+    "expected_tokens_per_s_low": Number,
+    "expected_tokens_per_s_high": Number,
+    "failure_free_tokens_per_s": Number,
+    "gradient_fidelity": Number,
+    "stopped_share": Number,
+    "stops_per_hour": Number,
+    "checkpoint_interval_s": (*Number, type(None)),
+}
 
 
 def write_record(directory: Path, config: dict[str, Any], problem: Problem, result: SearchResult) -> None:
@@ -68,8 +84,8 @@ def write_record(directory: Path, config: dict[str, Any], problem: Problem, resu
     if result.profile is not None:  # so that the record can be priced when the file has moved
         texts[PROFILE] = to_json_text(profile_to_json(result.profile))
     write_files(directory, {**result.artifacts, **{name: text.encode("utf-8") for name, text in texts.items()}})
-    for name in ("plan.json", PROFILE, REPORT):  # one that an earlier run left would be taken for this run's
-        if name not in texts:
+    for name in ("plan.json", PROFILE, FRONT, REPORT):  # one that an earlier run left would be taken for this run's
+        if name not in texts and name not in result.artifacts:
             (directory / name).unlink(missing_ok=True)
 
 
@@ -120,6 +136,8 @@ class Record:
     lower_bound_s     no plan of the space is faster; None where nothing is proven
     fingerprint       of the estimator that the run used (`cost.estimator.fingerprint`)
     iteration_time_s  of the plan, by that estimator
+    under_failures    what the plan is worth when devices fail, as result.json has it; None where nothing fails
+    front             plans that the search would trade for it
     """
 
     directory: Path
@@ -139,10 +157,18 @@ class Record:
     reason: str
     notes: tuple[str, ...]
     fingerprint: str
+    under_failures: Mapping[str, Any] | None = None
+    front: tuple[Tradeoff, ...] = ()
 
     @property
     def searcher(self) -> str:
         return str(self.config["search"]["name"])
+
+    @property
+    def objective(self) -> str:
+        """What plans were ranked by."""
+        chosen = self.config.get("objective")
+        return str(chosen.get("name", "iteration_time")) if isinstance(chosen, Mapping) else "iteration_time"
 
 
 def read_record(directory: Path) -> Record:
@@ -165,8 +191,27 @@ def read_record(directory: Path) -> Record:
         read_trace(directory / "trace.csv"),
         notes=tuple(map(str, known.pop("notes"))),
         fingerprint=known.pop("estimator_fingerprint"),
+        under_failures=_under_failures(where, result),
+        front=read_front(directory / FRONT) if (directory / FRONT).is_file() else (),
         **known,
     )
+
+
+def _under_failures(where: str, result: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What result.json says of failures. Raises InputError where no run wrote it so; None in records of before."""
+    facts = result.get("expected_throughput")
+    if facts is None:
+        return None
+    if not isinstance(facts, dict):
+        raise InputError(f"{where}: expected_throughput={shown(facts)} is not what a run writes there; run it again")
+    for key, kinds in FAILURE_KINDS.items():
+        value = facts.get(key)
+        good = key in facts and type(value) in kinds
+        if not good or (type(value) in Number and not 0 <= value <= LARGEST_NUMBER):  # type: ignore[operator]
+            raise InputError(f"{where}: expected_throughput.{key}={shown(value)} is not what a run writes there")
+    if not facts["failure_free_tokens_per_s"]:
+        raise InputError(f"{where}: expected_throughput.failure_free_tokens_per_s=0 is not what a run writes there")
+    return facts
 
 
 def _checked(where: str, result: Mapping[str, Any], key: str) -> Any:
