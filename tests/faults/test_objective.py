@@ -14,10 +14,11 @@ from haap_rl.cost.estimator import Estimator
 from haap_rl.faults.cost import Cell, FaultEstimator, Task, replica_samples
 from haap_rl.faults.expected import by_sets, elements
 from haap_rl.faults.model import FailureModel, Hazard
-from haap_rl.faults.objective import COLUMNS, FRONT, ExpectedThroughput, Tradeoff
+from haap_rl.faults.objective import ExpectedThroughput
 from haap_rl.faults.policy import POLICIES, Constants, Down, part_of, policy_named, take_over
 from haap_rl.faults.reactions import Reactions
 from haap_rl.faults.settings import Faults, faults_from_config
+from haap_rl.faults.tradeoff import COLUMNS, FIGURES, FRONT, Tradeoff, front_csv, read_front
 from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import uniform_plan
@@ -203,6 +204,26 @@ def test_one_point_beats_another_if_it_is_as_good_in_all_and_better_in_one():
     assert point.beaten_by(Tradeoff(3.0, 2.5, 0.5))
     assert not point.beaten_by(point)
     assert not point.beaten_by(Tradeoff(4.0, 1.0, 1.0))
+
+
+def test_a_front_is_read_as_it_was_written(tmp_path):
+    points = [Tradeoff(3.5, 2.0, 0.5), Tradeoff(3.0, 2.5, 1.0)]
+    path = tmp_path / FRONT
+    path.write_text(front_csv((point, [4, "3 on 2x tp1 fast | 3 on 1x tp1 slow"]) for point in points))
+    assert read_front(path) == tuple(points)
+    head = ",".join(FIGURES) + "\n"
+    for text, words in (
+        ("", "first line"),
+        ("a,b\n", "first line"),
+        (head + "1,2\n", "line 2 is not"),
+        (head + "1,2,nan\n", "line 2 is not"),
+        (head + "1,2,3\n1,x,3\n", "line 3 is not"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError) as error:
+            read_front(path)
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_a_trace_has_no_expectation():

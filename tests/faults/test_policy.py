@@ -259,7 +259,7 @@ def test_bamboo_on_a_sequence_of_failures_by_hand():
     ]
     # the second one loses two neighbours as well: nothing is left
     assert now((1, 0), (0, 0), (0, 1), (1, 1)) == Stopped(
-        "every pipeline has lost two stages of which one held the other's layers"
+        "no pipeline is left in which the cell before each dead one can do both stages"
     )
     # the middle stage of the first pipeline is back, beside its dead neighbour
     assert now((0, 0), (0, 1), (1, 1)) == [
