@@ -400,7 +400,8 @@ class Bamboo(Policy):
 
         whole = [r for r in replicas if all(holds(r, i) for i in dead[r])]
         if not whole:
-            return Stopped("no pipeline is left in which the cell before each dead one can do both stages")
+            memory = any(all((i - 1) % p not in dead[r] for i in dead[r]) for r in replicas)  # is all that is lacking
+            return Stopped("no pipeline is left in which the cell before each dead one can do both stages", memory)
         turns = len(replicas) / len(whole)  # of each pipeline that is left, per micro-batch
         redundant = self.constants.bamboo_forward_share
         work: list[list[Work]] = [[()] * len(replicas) for _ in range(p)]
