@@ -71,6 +71,11 @@ class SpaceSpec:
             )
         if self.take_over not in TAKE_OVERS:
             raise InputError(f"space: take_over={shown(self.take_over)} is not one of {', '.join(TAKE_OVERS)}")
+        if self.survives and not self.memory_aware_init:
+            raise InputError(
+                f"space: survives={self.survives} is room in memory, which memory_aware_init=false does not look at; "
+                "set one of them to its default"
+            )
         for name in ("mixed_stages", "memory_aware_init", "load_balance"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"space: {name}={getattr(self, name)!r} must be true or false")

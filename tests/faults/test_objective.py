@@ -146,6 +146,15 @@ def test_without_the_memo_the_search_is_the_same(name):
     assert times[0] == pytest.approx(times[1], rel=1e-12)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_operators_are_counted_as_in_a_search_by_iteration_time(cached):
+    counts = []
+    for scorer in (None, ExpectedThroughput(faults())):
+        result = found_by("random", scorer, 20, cached=cached)
+        counts.append((result.operator_evaluations + result.operator_evaluations_avoided, result.operator_evaluations))
+    assert counts[0] == counts[1]  # of equal devices takers do more of the same
+
+
 def test_incumbents_are_priced_first_and_the_result_is_no_worse():
     best = found_by("ga", ExpectedThroughput(faults()), 200)
     started = found_by("random", ExpectedThroughput(faults()), 5, incumbents=[best.plan])
@@ -446,6 +455,7 @@ def test_records_of_before_are_read_and_bad_values_refused_in_one_line():
         ({"survives": 1000}, "survives=1000"),
         ({"take_over": "naive"}, "take_over='naive'"),
         ({"survive": 1}, "survive"),
+        ({"survives": 1, "memory_aware_init": False}, "survives=1 is room in memory"),
     ):
         with pytest.raises(InputError) as error:
             SpaceSpec.from_config({**config, **changes})
