@@ -14,10 +14,11 @@ from haap_rl.cost.estimator import Estimator
 from haap_rl.faults.cost import Cell, FaultEstimator, Task, replica_samples
 from haap_rl.faults.expected import by_sets, elements
 from haap_rl.faults.model import FailureModel, Hazard
-from haap_rl.faults.objective import COLUMNS, FRONT, ExpectedThroughput, Tradeoff
+from haap_rl.faults.objective import ExpectedThroughput
 from haap_rl.faults.policy import POLICIES, Constants, Down, part_of, policy_named, take_over
 from haap_rl.faults.reactions import Reactions
 from haap_rl.faults.settings import Faults, faults_from_config
+from haap_rl.faults.tradeoff import COLUMNS, FRONT, Tradeoff
 from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import uniform_plan
