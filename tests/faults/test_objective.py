@@ -27,10 +27,12 @@ from haap_rl.search.base import Budget, Objective, load_searcher, outside, run_s
 from haap_rl.search.certificate import problem_key
 from haap_rl.space import moves
 from haap_rl.space.bound import lower_bound
+from haap_rl.space.initial import pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
 from haap_rl.train import main
 from tests.builders import group, plan, problem, room, stage
+from tests.space.enumerate_plans import every_plan
 
 HOUR_S = 3600.0
 OPTIONS = MecefoOptions(takeover="most_slack")
@@ -401,6 +403,56 @@ def test_whoever_takes_over_has_the_room_for_all_dead_ones():
                 tasks = (Task(i, own), Task(i, largest), Task(i, largest))
                 assert not estimator.cell_memory(i, r, tasks, part.keys, dp - 2, held).missing_bytes
             assert here.replicas
+
+
+def survives_by_cells(estimator, candidate, survives, backward):
+    """Whether each replica of each stage has room for as many of the largest tasks besides its own, cell by cell."""
+    keys = estimator.keys(candidate)
+    for i, here in enumerate(candidate.stages):
+        samples, held = replica_samples(here), part_of(estimator, candidate, i).held
+        left = len(samples) - survives
+        if left < 1:
+            return False
+        for r, own in enumerate(samples):
+            taken = (Task(i, own), *[Task(i, max(samples))] * survives)
+            taker = tuple(task._replace(backward=backward) for task in taken)
+            other = (Task(i, own),)
+            if estimator.cell_memory(i, r, taker, keys, left, held).missing_bytes:
+                return False
+            if left > 1 and estimator.cell_memory(i, r, other, keys, left, held).missing_bytes:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("take_over_by", ["exact", "mecefo"])
+def test_what_survives_its_count_its_bound_and_its_best_plan_are_those_of_brute_force(take_over_by):
+    groups = (
+        group("fast", per_node=3, memory_gb=room(3.2)),
+        group("slow", per_node=2, memory_gb=room(2.2), tflops=40.0),
+    )
+    target = problem(groups, {"num_layers": 4}, global_batch_size=12, seq_len=1024)
+    spec = SpaceSpec(
+        (2, 4), max_stages=2, max_tp=1, group_sizes=(1, 2, 3), recompute=("none", "full"), survives=1,
+        take_over=take_over_by,
+    )  # fmt: skip
+    space, estimator = Space(target, spec, Estimator(target)), FaultEstimator(target, options=OPTIONS)
+    plans = [(space.plan(genome), estimate) for genome, estimate in every_plan(space)]
+    fitting = [(candidate, estimate) for candidate, estimate in plans if estimate.fits]
+    kept = [
+        (candidate, estimate)
+        for candidate, estimate in fitting
+        if survives_by_cells(estimator, candidate, 1, take_over_by)
+    ]
+    assert 0 < len(kept) < len(fitting) < len(plans)
+    inside = [candidate for candidate, _ in fitting if outside(space, candidate) == ""]
+    assert inside == [candidate for candidate, _ in kept]
+    report = pruning_report(target, spec)
+    assert (report.plans, report.plans_that_fit) == (len(plans), len(kept))
+    best = min(estimate.iteration_s for _, estimate in kept)
+    assert lower_bound(target, spec).seconds <= best
+    found = run_search(load_searcher("exact"), target, Budget(evaluations=10_000), 0, spec)
+    assert found.estimate.iteration_s == best
+    assert outside(space, found.plan) == ""
 
 
 def test_reserving_room_never_lowers_the_bound_and_mecefo_never_needs_more_than_exact():
