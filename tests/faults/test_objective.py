@@ -304,6 +304,20 @@ def test_the_command_says_what_a_plan_of_another_objective_is_worth(here, capsys
     assert not (here / "record" / FRONT).exists()
 
 
+def test_the_report_says_under_which_policy(here, capsys):
+    # unequal stages, of which the two policies that need whole pipelines make no use
+    target = load_problem("gpt3_350m", "v100x8")
+    units = target.model.num_units
+    uneven = plan(stage(units // 2, "v100", dp=4, size=1), stage(units - units // 2, "v100", dp=2, size=2), m=32)
+    target.validate(uneven)
+    (here / "plan.json").write_text(json.dumps(target.plan_to_json(uneven)))
+    given = ["+search=replay", "search.plan=plan.json", "model=gpt3_350m", "cluster=v100x8", "faults=mecefo_low"]
+    for policy, said in (("bamboo", "restart, as bamboo cannot be used with this plan"), ("mecefo", "mecefo;")):
+        assert main([*given, f"faults.policy={policy}", f"out={policy}"]) == 0
+        assert f"met by policy {said}" in (here / policy / "report.html").read_text()
+    assert "policy bamboo cannot be used with this plan, which is restarted instead" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
