@@ -579,8 +579,9 @@ def run_search(
     Ctrl-C ends the search with the best plan so far. Raises InputError where the searcher takes no scorer.
     """
     spec = space or SpaceSpec()
-    if scorer is not None and getattr(searcher, "no_scorer", ""):
-        raise InputError(getattr(searcher, "no_scorer", ""))
+    refusal = str(getattr(searcher, "no_scorer", ""))
+    if scorer is not None and refusal:
+        raise InputError(refusal)
     compile_kernels()
     getattr(searcher, "prepare", compile_kernels)()
     bound = lower_bound(problem, spec, profile)
