@@ -46,7 +46,7 @@ from haap_rl.cost import kernels
 from haap_rl.cost.compiling import ready
 from haap_rl.cost.estimator import FIRST, LAST, fingerprint
 from haap_rl.cost.stage_tables import StageTables
-from haap_rl.problem.errors import InputError, positive_int, yes_or_no
+from haap_rl.problem.errors import positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
 from haap_rl.search import exact_kernels
 from haap_rl.search.autohaap import AutoHAAP
@@ -76,6 +76,11 @@ class Exact:
     type_contiguous  only plans in which each device group is one run of stages: an ablation, no bound of the space
     """
 
+    no_scorer = (
+        "search=exact proves iteration times, not expected throughput; use objective=iteration_time, or another search "
+        "such as search=autohaap"
+    )
+
     def __init__(self, heuristic: int = 5000, nodes: int = 300_000_000, type_contiguous: bool = False) -> None:
         where = "search=exact"
         self.heuristic, self.nodes = positive_int(where, "heuristic", heuristic), positive_int(where, "nodes", nodes)
@@ -91,11 +96,6 @@ class Exact:
         ready("exact search", warm_up)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        if objective.scorer is not None:
-            raise InputError(
-                "search=exact proves iteration times, not expected throughput; use objective=iteration_time, or "
-                "another search such as search=autohaap"
-            )
         self.prepare()
         proof = Proof(objective, self.nodes, self.type_contiguous)
         try:
