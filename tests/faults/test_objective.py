@@ -23,7 +23,7 @@ from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import uniform_plan
 from haap_rl.problem.presets import load_problem, preset
-from haap_rl.search.base import Budget, Objective, load_searcher, outside, run_search
+from haap_rl.search.base import Budget, load_searcher, outside, run_search
 from haap_rl.search.certificate import problem_key
 from haap_rl.space import moves
 from haap_rl.space.bound import lower_bound
@@ -169,9 +169,8 @@ def test_incumbents_are_priced_first_and_the_result_is_no_worse():
 
 
 def test_exact_search_refuses_in_one_line():
-    objective = Objective(small(), space=SPEC, scorer=ExpectedThroughput(faults()))
     with pytest.raises(InputError, match=r"search=exact proves iteration times, not expected throughput; use") as error:
-        load_searcher("exact").search(small(), objective, np.random.default_rng(0))
+        found_by("exact", ExpectedThroughput(faults()))
     assert "\n" not in str(error.value)
 
 

@@ -9,6 +9,7 @@ from haap_rl.report.failures import front_picture, section_under_failures
 FACTS = {
     "faults": "mecefo_low",
     "policy": "mecefo",
+    "policy_used": "mecefo",
     "method": "counts",
     "states": 1107,
     "expected_tokens_per_s": 27_062.0,
