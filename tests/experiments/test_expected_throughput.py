@@ -66,7 +66,7 @@ def small(monkeypatch):
             "gain_at_least_pct": 100 * (89 / 81 - 1),
             "blind_gap_to_bound_pct": 0.0,
             "failure_free_cost_pct": 5.0,
-            "simulated_gains_pct": [11.0, 13.0],
+            "simulated_gains_pct": [11.0, None, 13.0],
             "front": [[100.0, 80.0, 0.9], [95.0, 90.0, 1.0]],
             "seconds": 1.0,
         }
@@ -95,7 +95,8 @@ def test_every_figure_is_in_a_file_and_a_second_run_runs_nothing(tmp_path, small
     name = " on ".join(SMALL)
     assert summary["clusters_better"] == {"mecefo": [name], "recycle": [name]}
     assert summary["never_worse"] == {"mecefo": True, "recycle": True}
-    assert summary["gain_pct"]["mecefo"][name]["simulated"] == 12.0
+    gain = summary["gain_pct"]["mecefo"][name]
+    assert (gain["simulated"], gain["traces"], gain["traces_without_blind"]) == (12.0, 3, 1)
     assert "better by proven bounds in every seed on 1 of 1 problems" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "expected_throughput.csv").read_text().splitlines()) == 1 + len(experiment.POLICIES)
