@@ -261,13 +261,13 @@ def _text(found: Mapping[Case, dict[str, Any]], summary: Mapping[str, Any]) -> s
         "## Searching on expected throughput",
         "",
         f"AutoHAAP, {FAILURE_FREE_EVALUATIONS:,} plans as if nothing failed (at most "
-        f"{max(figures['blind_gap_to_bound_pct'] for figures in found.values()):.1f} % above the bound of the linear program) and "
-        f"{max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
+        f"{max(figures['blind_gap_to_bound_pct'] for figures in found.values()):.1f} % above the linear program's bound) "
+        f"and {max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
         "seeds. Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, "
         "mean and 95 % interval over seeds; proven: at least that in every seed, by the bounds of both; simulated: on "
         f"{TRACES} common traces of {TRACE_H / 24:g} days, those left out on which the plan found as if nothing failed "
-        "makes nothing at all (traces without). Cost: throughput without failures that is given up. Each device is down "
-        f"1/16 of the time ({RECOVERY_H:g} h in {CYCLE_H:g} h).",
+        "makes nothing at all (traces without). Cost: throughput without failures that is given up. Each device is "
+        f"down 1/16 of the time ({RECOVERY_H:g} h in {CYCLE_H:g} h).",
     ]
     header = [
         "problem",
@@ -340,7 +340,7 @@ def draw_fronts(found: Mapping[Case, dict[str, Any]], path: Path) -> None:
         here.set_ylabel("expected", fontsize=8)
         here.grid(color="0.92")
         here.spines[["top", "right"]].set_visible(False)
-        here.legend(frameon=False, fontsize=8, loc="lower right")
+        here.legend(frameon=False, fontsize=8, loc="upper left")
         bar = figure.colorbar(shown, ax=here)
         bar.set_label("attention gradients, %", fontsize=8)
     for number in range(len(PROBLEMS), rows * columns):
