@@ -261,8 +261,8 @@ def _text(found: Mapping[Case, dict[str, Any]], summary: Mapping[str, Any]) -> s
         "## Searching on expected throughput",
         "",
         f"AutoHAAP, {FAILURE_FREE_EVALUATIONS:,} plans as if nothing failed (at most "
-        f"{max(figures['blind_gap_to_bound_pct'] for figures in found.values()):.1f} % above the linear program's bound) "
-        f"and {max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
+        f"{max(figures['blind_gap_to_bound_pct'] for figures in found.values()):.1f} % above the linear program) and "
+        f"{max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
         "seeds. Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, "
         "mean and 95 % interval over seeds; proven: at least that in every seed, by the bounds of both; simulated: on "
         f"{TRACES} common traces of {TRACE_H / 24:g} days, those left out on which the plan found as if nothing failed "

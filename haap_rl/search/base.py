@@ -264,6 +264,7 @@ class Objective:
         self.trace: list[TracePoint] = []
         self.notes: list[str] = []
         self._best: tuple[Plan, Estimate] | Code | None = None
+        self._ranks: dict[int, tuple[Estimate, tuple[bool, int, float]]] = {}  # the estimate is kept, and so its id
         self._on_progress, self._on_log = on_progress, on_log
         self._kernel: CompiledPrices | None = None
         self._started = time.perf_counter()
@@ -323,8 +324,14 @@ class Objective:
         estimate = self.estimator(plan)
         self.evaluations += 1
         self.last = self._scored(_prices_of([estimate]), lambda _: plan, math.inf)
+        if self.scorer is not None:
+            self._ranks[id(estimate)] = estimate, self.last.rank(0)
         self._offer(self.last, lambda _: (plan, estimate))
         return estimate
+
+    def rank(self, estimate: Estimate) -> tuple[bool, int, float]:
+        """The order of plans that every searcher uses, smaller is better, of an estimate that the objective gave."""
+        return estimate.rank if self.scorer is None else self._ranks[id(estimate)][1]
 
     def checkpoint(self) -> None:
         """Raise BudgetExhausted if the budget is spent; for a searcher that works long between two evaluations."""

@@ -23,7 +23,7 @@ from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import uniform_plan
 from haap_rl.problem.presets import load_problem, preset
-from haap_rl.search.base import Budget, load_searcher, outside, run_search
+from haap_rl.search.base import Budget, Objective, load_searcher, outside, run_search
 from haap_rl.search.certificate import problem_key
 from haap_rl.space import moves
 from haap_rl.space.bound import lower_bound
@@ -536,3 +536,13 @@ def test_a_search_in_it_finds_a_plan_that_survives():
     for i, here in enumerate(result.plan.stages):
         for r in range(len(replica_samples(here))):
             assert reactions.of(Down(frozenset({Cell(i, r)}))).runs
+
+
+def test_the_rank_of_an_estimate_is_that_of_its_plans_score():
+    scorer = ExpectedThroughput(faults())
+    objective = Objective(small(), scorer=scorer)
+    draws = [objective.space.plan(objective.space.draw(np.random.default_rng(seed))) for seed in range(4)]
+    estimates = [objective(drawn) for drawn in draws]
+    for drawn, estimate in zip(draws, estimates, strict=True):
+        assert objective.rank(estimate) == (not estimate.fits, estimate.bytes_missing, scorer.seconds(drawn))
+        assert Objective(small()).rank(estimate) == estimate.rank
