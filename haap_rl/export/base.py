@@ -62,7 +62,7 @@ class Target(NamedTuple):
 
     nearest   (problem, plan, estimator) -> the plan that is written; InputError with field and rule if there is none
     files     (problem, plan) -> the files of a plan that the trainer can say
-    read      (problem, files) -> the plan in them; InputError, naming file and rule, for what the trainer would not take
+    read      (problem, files) -> the plan in them; InputError, with field and rule, for what the trainer would not take
     """
 
     nearest: Callable[[Problem, Plan, Estimator], Plan]

@@ -1,9 +1,9 @@
 """FlagScale's heterogeneous training: the one stock trainer with tp and dp per stage.
 
 Its YAML lists process meshes, runs of stages with the same device type, tp and dp. What it can say besides: any
-layers per stage (at least one), whole layers recomputed in any number per stage, ZeRO-0 and 1. What it cannot: two device
-types in one stage, unequal samples, the attention core recomputed in some stages only, interleaved stages, an embedding
-or head on a stage of its own.
+layers per stage (at least one), whole layers recomputed in any number per stage, ZeRO-0 and 1. What it cannot: two
+device types in one stage, unequal samples, the attention core recomputed in some stages only, interleaved stages, an
+embedding or head on a stage of its own.
 
 Legality is checked here, because there is no package to ask: the rules are those of `FSTrainArguments` (FlagScale
 `train/arguments_fs.py`, flagos-ai, 2025-26). Rows of `recompute_*_per_stage_micro_batch` are [stages, micro-batches,
@@ -224,7 +224,8 @@ def read(problem: Problem, written: Files) -> Plan:
         _wrong(HOSTFILE, f"{len(of_rank)} slots", f"the meshes need {needed}")
     kinds = {group.name: _kind(group.device.name) for group in problem.cluster.groups}
     types = hetero["hetero_device_types"]
-    stages, rank = [], 0
+    stages: list[Stage] = []
+    rank = 0
     for mesh, kind in zip(meshes, types, strict=True):
         for _ in range(mesh.pp):
             names = set(of_rank[rank : rank + mesh.tp * mesh.dp])

@@ -374,7 +374,9 @@ def _variables(text: str) -> dict[str, str]:
         "DEVICES": r"\(([^)\n]*)\)",
         **dict.fromkeys(("PLAN", "MODEL"), r"\(\n(.*?)\n\)"),
     }.items():
-        matches = re.findall(rf"^{name}={pattern}$", text, re.MULTILINE | (re.DOTALL if name in ("PLAN", "MODEL") else 0))
+        matches = re.findall(
+            rf"^{name}={pattern}$", text, re.MULTILINE | (re.DOTALL if name in ("PLAN", "MODEL") else 0)
+        )
         if len(matches) != 1:
             _wrong(SCRIPT, name, f"it must be assigned once, not {len(matches)} times")
         found[name] = matches[0]

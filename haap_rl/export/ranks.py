@@ -1,9 +1,10 @@
 """Which process runs what: rank -> host, device, stage, replica, tensor-parallel index, in the order of placement.
 
-Ranks run stage after stage, replica after replica, tensor-parallel index fastest: the order of Megatron-LM ("tp-dp-pp"),
-torchtitan (its mesh is pipeline outermost, tensor innermost) and FlagScale's meshes. torchrun numbers processes launch
-after launch, so every maximal run of ranks on one host is a launch of its own, with its own devices visible; a host of
-two launches runs torchrun twice. Hosts have the names of their device groups, `a100-0`; what counts is their order.
+Ranks run stage after stage, replica after replica, tensor-parallel index fastest: the order of Megatron-LM
+("tp-dp-pp"), torchtitan (its mesh is pipeline outermost, tensor innermost) and FlagScale's meshes. torchrun numbers
+processes launch after launch, so every maximal run of ranks on one host is a launch of its own, with its own devices
+visible; a host of two launches runs torchrun twice. Hosts have the names of their device groups, `a100-0`; what counts
+is their order.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ listed in `module_fqns_per_model_part` its splitter drops, also without a word, 
 What it can say: any layers per stage, embedding and head on stages of their own, interleaved stages on one mesh;
 one tp, one dp and one micro-batch size; no recomputation or all of every layer (its selective mode keeps products and
 attention, which is another thing than the attention core). Of ZeRO: 0 (replicated) and, in a pipeline, 1: there
-torch.distributed.pipelining keeps a part's gradients whole until its last micro-batch and its gathered weights too; without
-a pipeline 2 and 3. Without sharing (dp 1) the policy for gathered weights only records the plan's stage.
+torch.distributed.pipelining keeps a part's gradients whole until its last micro-batch, and its gathered weights too
+(`_PipelineStageBase.backward_maybe_with_nosync`); without a pipeline 2 and 3. Where nothing is shared (dp 1) the policy
+for gathered weights only records the plan's stage.
 """
 
 from __future__ import annotations
@@ -53,12 +54,18 @@ def nearest(problem: Problem, plan: Plan, estimator: Estimator) -> Plan:
     model = problem.model
     if problem.precision not in PRECISIONS:
         refused(NAME, "problem.precision", problem.precision, "it trains in bf16 or fp32")
-    llama = {"norm": "rmsnorm", "learned_positions": False, "biases": False, "gated_mlp": True, "tied_embeddings": False}
+    llama = {
+        "norm": "rmsnorm",
+        "learned_positions": False,
+        "biases": False,
+        "gated_mlp": True,
+        "tied_embeddings": False,
+    }
     for field, value in llama.items():
         if getattr(model, field) != value:
             rule = f"its decoders have {field}={str(value).lower()}"
             refused(NAME, f"model.{field}", str(getattr(model, field)).lower(), rule)
-    if 1 < len(plan.stages) and plan.num_microbatches < len(plan.stages):
+    if len(plan.stages) > 1 and plan.num_microbatches < len(plan.stages):
         rule = f"its schedules need one for each of the {len(plan.stages)} stages"
         refused(NAME, "num_microbatches", plan.num_microbatches, rule)
     for part, names in enumerate(model_parts(plan)):
@@ -209,7 +216,8 @@ def read(problem: Problem, written: Files) -> Plan:
     policy = parallelism.get("fsdp_reshard_after_forward")
     if policy not in policies:
         _wrong("fsdp_reshard_after_forward", shown(policy), f"of a plan it is one of {', '.join(policies)}")
-    if copies > 1 and (shards > 1 or policies[policy]) or shards > 1 and not policies[policy]:
+    shares = policies[policy] > 0
+    if (copies > 1 and (shards > 1 or shares)) or (shards > 1 and not shares):
         _wrong("data_parallel_shard_degree", shards, f"beside replicas={copies} and {policy!r} it is no ZeRO stage")
     dp = copies * shards
     steps = problem.global_batch_size // (size * dp) if pp > 1 else 1
