@@ -74,7 +74,7 @@ def test_losses_are_a_table_with_the_price_of_the_plan_as_written(here, capsys):
 def test_without_out_nothing_is_written(here, capsys):
     saved(here, uniform_plan(load_problem(), 2, 3, 4, 1, "full"))
     assert main(["plan=plan.json", "to=megatron"]) == 0
-    assert "written" not in capsys.readouterr().out
+    assert "written:" not in capsys.readouterr().out
     assert [path.name for path in here.iterdir()] == ["plan.json"]
 
 
