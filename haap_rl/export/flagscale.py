@@ -25,13 +25,11 @@ from haap_rl.export.ranks import (
     HOSTFILE,
     RANKS,
     Launch,
-    check_places,
     hostfile,
     launches,
     rank_table,
     ranks_csv,
     read_hosts,
-    visible,
 )
 from haap_rl.export.uniform import merged
 from haap_rl.problem.errors import InputError, PlanError, shown
@@ -115,11 +113,11 @@ def files(problem: Problem, plan: Plan) -> dict[str, str]:
     """train.yaml, hostfile and ranks.csv of a plan that FlagScale can say."""
     table = rank_table(problem.cluster, plan)
     runs = launches(table)
-    kinds = {group.name: _kind(group.device.name) for group in problem.cluster.groups}
-    group_of = {rank.host: rank.group for rank in table}
-    runs_kinds = [kinds[group_of[run.host]] for run in runs]
-    text = _HEAD + yaml.safe_dump(_config(problem, plan, kinds), sort_keys=False, default_flow_style=None, width=110)
-    return {CONFIG: text, HOSTFILE: hostfile(runs, runs_kinds), RANKS: ranks_csv(table)}
+    types = device_types(problem, plan)
+    meshes = [i for i, (_, mesh) in enumerate(meshes_of(plan)) for _ in range(mesh.pp)]  # of each stage
+    type_of = {rank.host: types[meshes[rank.stage]] for rank in table}
+    text = _HEAD + yaml.safe_dump(_config(problem, plan, types), sort_keys=False, default_flow_style=None, width=110)
+    return {CONFIG: text, HOSTFILE: hostfile(runs, [type_of[run.host] for run in runs]), RANKS: ranks_csv(table)}
 
 
 _HEAD = """\
@@ -129,15 +127,29 @@ _HEAD = """\
 """
 
 
-def _config(problem: Problem, plan: Plan, kinds: Mapping[str, str]) -> dict[str, Any]:
+def device_types(problem: Problem, plan: Plan) -> list[str]:
+    """The type of each mesh: its device's name, numbered where that name comes back behind another.
+
+    FlagScale orders processes by where their type stands first in the list (`RankMapper`), so it must not come back.
+    """
+    kinds = {group.name: _kind(group.device.name) for group in problem.cluster.groups}
+    types: list[str] = []
+    for kind, run in groupby(kinds[group] for group, _ in meshes_of(plan)):
+        name, number = kind, 2
+        while name in types:
+            name, number = f"{kind}.{number}", number + 1
+        types += [name for _ in run]
+    return types
+
+
+def _config(problem: Problem, plan: Plan, types: Sequence[str]) -> dict[str, Any]:
     model, meshes = problem.model, meshes_of(plan)
-    types = [kinds[group] for group, _ in meshes]
     first = plan.stages[0].replicas[0]
     hetero: dict[str, Any] = {
         "enable_hetero": True,
         "hetero_pipeline_layer_split": layers_of(plan),
         "hetero_process_meshes": [number for _, mesh in meshes for number in mesh],
-        "hetero_device_types": types,
+        "hetero_device_types": list(types),
         "hetero_current_device_type": types[0],
         "standalone_embedding_stage": False,
         "use_partial_reduce_for_shared_embedding": model.tied_embeddings and meshes[0][1].dp != meshes[-1][1].dp,
@@ -222,16 +234,14 @@ def read(problem: Problem, written: Files) -> Plan:
     needed = sum(mesh.tp * mesh.dp * mesh.pp for mesh in meshes)
     if len(of_rank) != needed:
         _wrong(HOSTFILE, f"{len(of_rank)} slots", f"the meshes need {needed}")
-    kinds = {group.name: _kind(group.device.name) for group in problem.cluster.groups}
-    types = hetero["hetero_device_types"]
     stages: list[Stage] = []
     rank = 0
-    for mesh, kind in zip(meshes, types, strict=True):
+    for mesh in meshes:
         for _ in range(mesh.pp):
             names = set(of_rank[rank : rank + mesh.tp * mesh.dp])
             rank += mesh.tp * mesh.dp
-            if len(names) != 1 or {kinds[name] for name in names} != {kind}:
-                _wrong("hetero_device_types", kind, f"its ranks are on {', '.join(sorted(names))}")
+            if len(names) != 1:
+                _wrong("hetero_process_meshes", list(mesh), f"its ranks are on {', '.join(sorted(names))}")
             i = len(stages)
             units = split[i] + (i == 0) + (i == len(split) - 1)
             stages.append(Stage(units, (ReplicaGroup(names.pop(), mesh.tp, mesh.dp, samples // mesh.dp),)))
@@ -247,10 +257,14 @@ def read(problem: Problem, written: Files) -> Plan:
         problem.validate(plan)
     except PlanError as error:
         raise InputError(f"{NAME}: {CONFIG}: {error}") from None
+    types = device_types(problem, plan)
+    if hetero["hetero_device_types"] != types or hetero["hetero_current_device_type"] != types[0]:
+        rule = f"of these hosts they are {types}, and none may come back behind another"
+        _wrong("hetero_device_types", hetero["hetero_device_types"], rule)
     runs = launches(rank_table(problem.cluster, plan))
     _check_hosts(runs)
-    plain = "".join(line.partition(" type=")[0] + "\n" for line in written[HOSTFILE].splitlines())
-    check_places(problem.cluster, plan, NAME, plain, visible(runs))
+    if written[HOSTFILE] != files(problem, plan)[HOSTFILE]:
+        _wrong(HOSTFILE, shown(written[HOSTFILE][:80]), "hosts, slots or types are not those the plan was priced with")
     return plan
 
 

@@ -42,6 +42,22 @@ def test_the_hostfile_names_the_device_type_of_each_host():
     assert files(target, one)["hostfile"] == "fast-0 slots=4 type=fast_device\nslow-0 slots=4 type=slow_device\n"
 
 
+def test_a_type_that_comes_back_behind_another_has_a_name_of_its_own():
+    target = problem((group("fast", nodes=2), group("slow")), {"num_layers": 8}, global_batch_size=32)
+    one = plan(stage(4, "fast", 4, 1, 4), stage(2, "slow", 4, 1, 4), stage(4, "fast", 4, 1, 4), m=8)
+    written = files(target, one)
+    assert yaml.safe_load(written["train.yaml"])["system"]["hetero"]["hetero_device_types"] == [
+        "fast_device",
+        "slow_device",
+        "fast_device.2",
+    ]
+    assert "fast-1 slots=4 type=fast_device.2" in written["hostfile"]
+    assert read(target, written) == one
+    back = {**written, "train.yaml": written["train.yaml"].replace("fast_device.2", "fast_device")}
+    with pytest.raises(InputError, match="none may come back"):
+        read(target, back)
+
+
 def test_a_plan_with_tp_dp_and_recomputation_per_stage_is_exact():
     target, one = sample()
     result = export_plan(target, one, "flagscale", Estimator(target))
@@ -146,7 +162,10 @@ CORRUPTIONS = {
     "context parallelism": (changed(*MESHES, to=[2, 2, 1, 2, 1, 1, 1, 1, 2, 2]), "cp 2, ep 1"),
     "virtual stages": (changed("system", "num_layers_per_virtual_pipeline_stage", to=1), "no virtual stages"),
     "a type too few": (changed(*HETERO, "hetero_device_types", to=["fast_device"]), "each of the 2 meshes"),
-    "types exchanged": (changed(*HETERO, "hetero_device_types", to=["slow_device", "fast_device"]), "its ranks are on"),
+    "types exchanged": (
+        changed(*HETERO, "hetero_device_types", to=["slow_device", "fast_device"]),
+        "of these hosts they are",
+    ),
     "an unknown current type": (changed(*HETERO, "hetero_current_device_type", to="h100"), "it is one of the types"),
     "no sequence parallelism": (changed("system", "sequence_parallel", to=False), "meshes of different tp need it"),
     "a standalone embedding": (changed(*HETERO, "standalone_embedding_stage", to=True), "meshes exclude it"),
