@@ -112,8 +112,8 @@ def best_single_change(problem: Problem, spec: SpaceSpec, estimator: Estimator, 
     from haap_rl.space import moves
     from haap_rl.space.space import Space
 
-    space = Space(problem, spec, estimator)
     try:
+        space = Space(problem, spec, estimator)
         genome = space.genome(plan)
     except InputError as error:
         return Advice(f"no single change tried: {error}", None)

@@ -27,7 +27,7 @@ def room(name):
 
 def test_imports_go_one_way():
     for position, here in enumerate(ROOMS):
-        allowed = {*ROOMS[: position + 1]}
+        allowed = {*ROOMS[: position + 1]} | ({"export"} if here not in ("problem", "cost") else set())
         for path in (ROOT / "haap_rl" / here).rglob("*.py"):
             ours = {room(name) for name in imports(path) if name.startswith("haap_rl.")}
             assert ours <= allowed, (path, ours - allowed)

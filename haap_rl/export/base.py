@@ -60,11 +60,13 @@ class Export:
 class Target(NamedTuple):
     """A stock trainer.
 
+    serves    (problem) -> nothing; InputError if the trainer cannot train this problem whatever the plan
     nearest   (problem, plan, estimator) -> the plan that is written; InputError with field and rule if there is none
     files     (problem, plan) -> the files of a plan that the trainer can say
     read      (problem, files) -> the plan in them; InputError, with field and rule, for what the trainer would not take
     """
 
+    serves: Callable[[Problem], None]
     nearest: Callable[[Problem, Plan, Estimator], Plan]
     files: Callable[[Problem, Plan], dict[str, str]]
     read: Callable[[Problem, Files], Plan]
@@ -149,6 +151,10 @@ def recomputed(stage: Stage, mode: str, num_layers: int) -> Stage:
 def on(stage: Stage, replicas: tuple[ReplicaGroup, ...]) -> Stage:
     """The stage on other devices."""
     return Stage(stage.num_units, replicas, stage.recompute)
+
+
+def any_problem(_: Problem) -> None:
+    """Nothing: the trainer has all that a problem of ours may ask for."""
 
 
 def refused(target: str, field: str, value: object, rule: str) -> NoReturn:

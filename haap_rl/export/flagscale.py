@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from haap_rl.cost.estimator import Estimator
-from haap_rl.export.base import Files, Target, best, layers_of, on, recomputed, refused
+from haap_rl.export.base import Files, Target, any_problem, best, layers_of, on, recomputed, refused
 from haap_rl.export.ranks import (
     HOSTFILE,
     RANKS,
@@ -389,4 +389,4 @@ def _wrong(field: str, value: object, rule: str) -> NoReturn:
     raise InputError(f"{NAME}: {field}={value}: {rule}")
 
 
-TARGET = Target(nearest, files, read)
+TARGET = Target(any_problem, nearest, files, read)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 from haap_rl.cost.estimator import Estimator
-from haap_rl.export.base import Files, Target, layers_of, recomputed
+from haap_rl.export.base import Files, Target, any_problem, layers_of, recomputed
 from haap_rl.export.ranks import (
     HOSTFILE,
     RANKS,
@@ -397,4 +397,4 @@ def _wrong(field: str, value: object, rule: str) -> NoReturn:
     raise InputError(f"{NAME}: {field}={value}: {rule}")
 
 
-TARGET = Target(nearest, files, read)
+TARGET = Target(any_problem, nearest, files, read)

@@ -49,8 +49,8 @@ Settings = dict[str, Any]  # of one part of the configuration
 
 
 # ------------------------------------------------------------------------------------- the nearest plan
-def nearest(problem: Problem, plan: Plan, estimator: Estimator) -> Plan:
-    """The plan itself if torchtitan can say it, else the best one near it. Raises InputError with field and rule."""
+def serves(problem: Problem) -> None:
+    """Raise InputError for a precision or a model that torchtitan has not."""
     model = problem.model
     if problem.precision not in PRECISIONS:
         refused(NAME, "problem.precision", problem.precision, "it trains in bf16 or fp32")
@@ -65,6 +65,11 @@ def nearest(problem: Problem, plan: Plan, estimator: Estimator) -> Plan:
         if getattr(model, field) != value:
             rule = f"its decoders have {field}={str(value).lower()}"
             refused(NAME, f"model.{field}", str(getattr(model, field)).lower(), rule)
+
+
+def nearest(problem: Problem, plan: Plan, estimator: Estimator) -> Plan:
+    """The plan itself if torchtitan can say it, else the best one near it. Raises InputError with field and rule."""
+    serves(problem)
     if len(plan.stages) > 1 and plan.num_microbatches < len(plan.stages):
         rule = f"its schedules need one for each of the {len(plan.stages)} stages"
         refused(NAME, "num_microbatches", plan.num_microbatches, rule)
@@ -340,4 +345,4 @@ def _wrong(field: str, value: object, rule: str) -> NoReturn:
     raise InputError(f"{NAME}: {field}={value}: {rule}")
 
 
-TARGET = Target(nearest, files, read)
+TARGET = Target(serves, nearest, files, read)

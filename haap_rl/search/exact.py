@@ -96,6 +96,11 @@ class Exact:
                 "search=exact proves iteration times, not expected throughput; use objective=iteration_time, or "
                 "another search such as search=autohaap"
             )
+        if objective.allowed is not None and objective.space.spec.fixed_tp is None:
+            raise InputError(
+                f"search=exact: space.target={objective.space.spec.target} limits plans by the hosts that their stages "
+                "sit on, which is not proven about; use another search, or target megatron or torchtitan"
+            )
         self.prepare()
         proof = Proof(objective, self.nodes, self.type_contiguous)
         try:

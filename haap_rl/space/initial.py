@@ -26,6 +26,7 @@ from haap_rl.space.options import (
     device_slices,
     stage_options,
 )
+from haap_rl.space.target import parts
 
 MOST_STATES = 300_000  # of "devices left per group", beyond which devices are counted in coarser units
 MOST_COUNTED = 2e9  # additions, beyond which plans are not counted: some seconds
@@ -142,8 +143,22 @@ class PruningReport:
 
 def pruning_report(problem: Problem, spec: SpaceSpec, profile: Profile | None = None) -> PruningReport:
     """Count the declared space and its memory-feasible part, whatever the ablation switches say."""
-    options = stage_options(problem, spec)
     estimator = Estimator(problem, profile=profile)
+    reports = [_count_part(problem, part, estimator) for part in parts(problem, spec)]
+    legal, fitting, plans, plans_that_fit = zip(
+        *((r.options, r.options_that_fit, r.plans, r.plans_that_fit) for r in reports), strict=True
+    )
+    return PruningReport(sum(legal), sum(fitting), _sum(plans), _sum(plans_that_fit))
+
+
+def _sum(counts: Sequence[float | None]) -> float | None:
+    """The sum of counts, None where one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _count_part(problem: Problem, spec: SpaceSpec, estimator: Estimator) -> PruningReport:
+    options = stage_options(problem, spec)
     num_devices = tuple(group.num_devices for group in problem.cluster.groups)
     legal = fitting = 0
     plans: float | None = 0.0
