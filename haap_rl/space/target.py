@@ -59,6 +59,21 @@ def parts(problem: Problem, spec: SpaceSpec) -> tuple[SpaceSpec, ...]:
     return tuple(found)
 
 
+def home(problem: Problem, spec: SpaceSpec, plan: Plan) -> SpaceSpec:
+    """The part of `spec` that a plan of one tp, dp and recomputation lies in; the first one for any other plan."""
+    every = parts(problem, spec)
+    for part in every:
+        alike = all(
+            (replica.tp, replica.tp * replica.dp) == (part.fixed_tp, part.group_sizes[0])
+            and stage.recompute.mode == part.recompute[0]
+            for stage in plan.stages
+            for replica in stage.replicas
+        )
+        if alike and plan.num_microbatches in part.num_microbatches:
+            return part
+    return every[0]
+
+
 def sayable(problem: Problem, spec: SpaceSpec, estimator: Estimator) -> Callable[[Plan], bool] | None:
     """Whether the target can be told a plan without loss; None where there is no target."""
     if spec.target is None:
