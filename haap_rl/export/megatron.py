@@ -55,9 +55,9 @@ def nearest(problem: Problem, plan: Plan, estimator: Estimator) -> Plan:
     return nearest_uniform(NAME, problem, plan, estimator, _settings)
 
 
-def _settings(plan: Plan) -> list[Plan]:
+def _settings(plan: Plan, any_recompute: bool) -> list[Plan]:
     shaped = replace(plan, stages=tuple(map(merged, plan.stages)), zero_stage=min(plan.zero_stage, 1))
-    if job_recompute(shaped) is not None:
+    if job_recompute(shaped) is not None and not any_recompute:
         return [shaped]
     return [with_recompute(shaped, setting) for setting in _recomputations(shaped)]
 

@@ -79,14 +79,14 @@ def nearest(problem: Problem, plan: Plan, estimator: Estimator) -> Plan:
     return nearest_uniform(NAME, problem, plan, estimator, _settings)
 
 
-def _settings(plan: Plan) -> list[Plan]:
+def _settings(plan: Plan, any_recompute: bool) -> list[Plan]:
     shaped = replace(plan, stages=tuple(map(merged, plan.stages)))
     zeros = _policies(plan)
     modes = [_all_recomputed(shaped, whole) for whole in (False, True)]
     return [
         replace(mode, zero_stage=zero)
         for zero in ([plan.zero_stage] if plan.zero_stage in zeros else zeros)
-        for mode in ([shaped] if shaped in modes else modes)
+        for mode in ([shaped] if shaped in modes and not any_recompute else modes)
     ]
 
 

@@ -62,14 +62,17 @@ def uniform_plans(problem: Problem, plan: Plan) -> Iterator[Plan]:
 
 
 def nearest_uniform(
-    target: str, problem: Problem, plan: Plan, estimator: Estimator, settings: Callable[[Plan], Sequence[Plan]]
+    target: str, problem: Problem, plan: Plan, estimator: Estimator, settings: Callable[[Plan, bool], Sequence[Plan]]
 ) -> Plan:
     """The best plan of one tp and dp, and of the `settings` that the target can say of each such plan.
 
-    settings: a plan -> itself if the target can say what is not tp or dp of it, else the plans nearest to it.
+    settings: a plan -> itself if the target can say what is not tp or dp of it, else the plans nearest to it; with True
+    all plans that differ from it in recomputation alone, which are tried where nothing nearer fits.
     """
-    shapes = [plan] if degrees(plan) is not None else uniform_plans(problem, plan)
-    found = best(estimator, (written for shape in shapes for written in settings(shape)))
+    shapes = [plan] if degrees(plan) is not None else list(uniform_plans(problem, plan))
+    found = best(estimator, (written for shape in shapes for written in settings(shape, False)))
+    if found is not None and found != plan and not estimator(found).fits:
+        found = best(estimator, [found, *(written for shape in shapes for written in settings(shape, True))])
     if found is None:
         kinds = sorted({(r.tp, r.dp, r.microbatch_size) for stage in plan.stages for r in stage.replicas})
         refused(

@@ -10,6 +10,7 @@ from haap_rl.cost.estimator import Estimator
 from haap_rl.export.base import losses
 from haap_rl.export.targets import TARGETS, export_plan, target_named
 from haap_rl.problem.errors import InputError
+from haap_rl.problem.presets import load_problem
 from tests.builders import group, plan, problem, stage
 from tests.export.plans import COUNT, SEED, any_plans, in_bf16, uniform_random, wide_problem
 
@@ -108,6 +109,16 @@ def test_a_degraded_plan_that_does_not_fit_is_refused_and_says_what_is_missing()
     one = plan(stage(31, "fast", tp=4, mode="full", recomputed=30), stage(31, "slow", tp=2, mode="full", recomputed=30))
     with pytest.raises(InputError, match=r"megatron: without what it cannot say \(.*replicas.*misses .* GiB"):
         export_plan(tight, one, "megatron", Estimator(tight))
+
+
+def test_where_no_uniform_plan_fits_as_it_is_one_that_recomputes_is_written():
+    """The best plan known for llama3_8b on 8 A100-40 and 16 V100-16: tp 2 and tp 4, nothing recomputed."""
+    target = load_problem()
+    one = plan(stage(21, "a100", 2, 4, 1), stage(13, "v100", 4, 4, 1), m=32)
+    result = export_plan(target, one, "megatron", Estimator(target))
+    assert {"stage 0 recompute", "stage 1 recompute"} <= {loss.field for loss in result.losses}
+    assert result.fits
+    assert result.iteration_s > result.plan_s
 
 
 def test_an_exact_export_of_a_plan_that_does_not_fit_says_so():
