@@ -18,7 +18,6 @@ from haap_rl.problem.errors import InputError, PlanError
 from haap_rl.problem.plan import Plan, Problem, Recompute, ReplicaGroup, Stage
 
 Files = Mapping[str, str]  # name -> text
-Numbers = tuple[int, ...]
 
 
 class Loss(NamedTuple):

@@ -8,16 +8,17 @@ import pytest
 
 from haap_rl import train
 from haap_rl.cost.estimator import Estimator
+from haap_rl.estimate import best_single_change
 from haap_rl.export.targets import TARGETS, export_plan
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import names, preset
-from haap_rl.search.base import Budget, Objective, load_searcher, run_search
+from haap_rl.search.base import Budget, Objective, load_searcher, outside, run_search
 from haap_rl.search.certificate import problem_key
 from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
-from haap_rl.space.target import parts
+from haap_rl.space.target import home, parts
 from haap_rl.tracking import read_record
 from tests.builders import group, problem, room
 from tests.export.plans import LLAMA, in_bf16
@@ -144,6 +145,16 @@ def test_a_union_is_no_space_for_an_objective_or_an_environment_of_its_own():
     env.reset(seed=0)
     plan = objective.best[0] if objective.best else objective.space.plan(objective.space.draw(env.np_random))
     assert export_plan(small(), plan, "megatron", Estimator(small())).exact
+
+
+def test_a_plan_is_at_home_in_one_part_and_single_changes_stay_there(brute):
+    estimator = Estimator(small())
+    for plan, _ in brute["torchtitan"][::50]:
+        part = home(small(), spec_for("torchtitan"), plan)
+        assert not outside(Space(small(), part, estimator), plan)
+    slowest = max((e.iteration_s, k) for k, (_, e) in enumerate(brute["megatron"]) if e.fits)[1]
+    advice = best_single_change(small(), spec_for("megatron"), estimator, brute["megatron"][slowest][0])
+    assert advice.text.startswith("the single change that helps most")
 
 
 def test_flagscale_is_searched_under_its_own_verdict_but_not_proven_about():
