@@ -59,7 +59,7 @@ HOUR_S = 3600.0
 CYCLE_H, RECOVERY_H = 2.0 * 32, 4.0  # of one device: Table 1's "low" on its 32 devices
 FAILURE_FREE_EVALUATIONS = 100_000  # as in the paper's tables; they take seconds
 EVALUATIONS, QUICK_EVALUATIONS = 4000, 500
-TRACES, TRACE_H = 20, 720.0
+TRACES, TRACE_H = 10, 240.0
 OPTIONS = {"out": None, "quick": False, "processes": 2}
 
 
@@ -256,8 +256,8 @@ def _text(found: Mapping[Case, dict[str, Any]], summary: Mapping[str, Any]) -> s
         f"{max(case.evaluations for case in found):,} on expected throughput, {len({case.seed for case in found})} "
         "seeds. Gain: expected throughput of the plan found on it over that of the plan found as if nothing failed, "
         "mean and 95 % interval over seeds; proven: at least that in every seed, by the bounds of both; simulated: on "
-        f"{TRACES} common traces of 30 days. Cost: throughput without failures that is given up. Each device is down "
-        f"1/16 of the time ({RECOVERY_H:g} h in {CYCLE_H:g} h).",
+        f"{TRACES} common traces of {TRACE_H / 24:g} days. Cost: throughput without failures that is given up. Each "
+        f"device is down 1/16 of the time ({RECOVERY_H:g} h in {CYCLE_H:g} h).",
     ]
     header = [
         "problem",

@@ -205,7 +205,10 @@ class DegradedStage(NamedTuple):
 class FaultEstimator(Estimator):
     """The estimator, for plans of which some cells are down as well.
 
-    options   how MeCeFO's degraded cells work
+    options   how MeCeFO's degraded cells work; return_rule, ffn_average and empty_set's freeze or zero concern training
+              alone and change no price
+    Attention's gradients are exchanged among all live replicas of a stage like the others', although MeCeFO leaves the
+    takers out: an upper bound.
     """
 
     def __init__(

@@ -36,8 +36,9 @@ from haap_rl.problem.plan import Plan
 
 MOST_SETS = 12  # elements, of which every set is enumerated
 DRAWS, SEED = 256, 0  # of `by_draws`: the same numbers for every plan, so that plans differ by less than draws do
+COUNT_DRAWS = 2048  # of numbers of failures, which are compiled
 LEAST_PROBABILITY = 1e-5  # of a set of numbers of failures that is enumerated
-LEAST_COVERED = 0.9  # of all probability that is counted; below it no number of failures is likely, and sets are drawn
+LEAST_COVERED = 0.9  # of all probability that is counted; below it none is likely, and they are drawn
 
 
 class Expected(NamedTuple):
@@ -229,11 +230,16 @@ class StageStates(NamedTuple):
 
 
 class Counts:
-    """`by_counts` for many plans: what stages do is worked out once for each stage that plans have in common."""
+    """Numbers of failures of many plans, compiled: what stages do is worked out once for all plans that have it.
+
+    All numbers of a probability of at least `least`, or, where those are less than LEAST_COVERED of all probability,
+    numbers drawn at random.
+    """
 
     def __init__(self, estimator: FaultEstimator, policy: StagePolicy, least: float = LEAST_PROBABILITY) -> None:
         self.estimator, self.policy, self.least = estimator, policy, least
         self._stages: dict[tuple[StageKey, tuple[int, ...], int, tuple[int, ...]], StageStates] = {}
+        self._drawn: npt.NDArray[np.float64] | None = None
 
     def __call__(self, reactions: Reactions, parts: Sequence[Element]) -> Expected:
         """The sum over numbers of failures of each class of elements that are alike."""
@@ -252,36 +258,49 @@ class Counts:
             np.zeros((9, p)), np.zeros(num_classes, np.int64), np.zeros(p, np.int64), np.zeros(num_classes + 1),
             np.zeros(num_classes + 1), np.zeros(3),
         )  # fmt: skip
-        sums, transitions = np.zeros(6), reactions.transitions
+        sums, transitions = np.zeros(7), reactions.transitions
         fills = 1 if self.policy.fills_bubbles else 0
         seconds, produced = healthy.iteration_s, float(healthy.tokens_per_iteration)
+        uniform = self._uniform(num_classes)
 
-        def run(given: Transitions, priced: int) -> None:
-            numbers = tuple(map(float, given))
-            kernels.expect(
-                tables, plan.num_microbatches, seconds, produced, fills, numbers, self.least, priced, work, sums
-            )
+        def run(given: Transitions, priced: int, drawn: bool) -> None:
+            numbers, m = tuple(map(float, given)), plan.num_microbatches
+            if drawn:
+                kernels.sample(tables, uniform, m, seconds, produced, fills, numbers, priced, work, sums)
+            else:
+                kernels.expect(tables, self.least, m, seconds, produced, fills, numbers, priced, work, sums)
 
-        run(transitions, 0)
-        covered = float(sums[kernels.COVERED])
-        if covered < LEAST_COVERED:
-            return by_draws(reactions, parts)
+        run(transitions, 0, False)
+        drawn = bool(sums[kernels.COVERED] < LEAST_COVERED)
+        if drawn:
+            run(transitions, 0, True)
         transitions = _settled_transitions(reactions, float(sums[kernels.STOPS]))
-        run(transitions, 1)
-        _, tokens, lost, stops, stopped, count = sums.tolist()
-        rest = max(0.0, 1.0 - covered)
+        run(transitions, 1, drawn)
+        covered, tokens, lost, stops, stopped, count, squares = sums.tolist()
+        mean, rest = tokens / covered, max(0.0, 1.0 - covered)  # what is left out is taken to be like the rest
+        low, high = tokens, tokens + rest * healthy.tokens_per_s
+        if drawn:
+            half = 1.96 * math.sqrt(max(0.0, squares / covered - mean**2) / count)
+            low, high = max(0.0, mean - half), min(healthy.tokens_per_s, mean + half)
         return Expected(
-            tokens_per_s=tokens / covered,  # what is left out is taken to be like the rest
-            lower=tokens,
-            upper=tokens + rest * healthy.tokens_per_s,
+            tokens_per_s=mean,
+            lower=low,
+            upper=high,
             failure_free=healthy.tokens_per_s,
             fidelity=1.0 - lost / tokens if tokens else 1.0,
             stopped=stopped / covered,
             stops_per_s=stops / covered,
             interval_s=transitions.checkpoint_interval_s,
             states=int(count),
-            method="counts",
+            method="draws" if drawn else "counts",
         )
+
+    def _uniform(self, num_classes: int) -> npt.NDArray[np.float64]:
+        """The numbers that states are drawn by, the same for every plan: a class has its column."""
+        if self._drawn is None or self._drawn.shape[1] < num_classes:
+            columns = [np.random.default_rng([SEED, c]).random(COUNT_DRAWS) for c in range(num_classes)]
+            self._drawn = np.ascontiguousarray(np.array(columns).T)
+        return self._drawn
 
     def _states(
         self,

@@ -54,9 +54,9 @@ class States(NamedTuple):
     delay_s: Floats
 
 
-# what `expect` sums up, over the states enumerated: their probability, tokens, tokens with attention gradients lost,
-# rate of stops, probability of those that are stopped, and how many there are
-COVERED, TOKENS, LOST, STOPS, STOPPED, COUNT = range(6)
+# what is summed up over states: their probability, tokens per second, those with attention gradients lost, rate of
+# stops, probability of those that are stopped, how many there are, and squares of tokens per second
+COVERED, TOKENS, LOST, STOPS, STOPPED, COUNT, SQUARES = range(7)
 OUTSIDE, STOPPED_STATE, RUNNING = range(3)
 
 
@@ -96,16 +96,62 @@ def rates(t, down, state, out):
 
 
 @jit
-def expect(t, m, healthy_s, tokens, fills, transitions, least, priced, work, sums):
-    """Sum up `sums` over all states of a probability of at least `least`.
+def add_state(t, probability, m, healthy_s, tokens, fills, transitions, priced, work, sums):
+    """Add the state of work's numbers of elements down to the sums, with that weight.
 
     m micro-batches, of which healthy training makes `tokens` in healthy_s; fills: `Policy.fills_bubbles`. transitions:
     as `response.Transitions`. priced 0: rates and probabilities only. work: (times (9, p), numbers (C,), states (p,),
     probabilities (C+1,), the largest probability that is still to come (C+1,), rates (3,)).
     """
-    times, down, state, before, ahead, rate = work
+    times, down, state, _, _, rate = work
     failure_s, return_s, restart_s, checkpoint_s, interval_s = transitions
-    last, p = t.size.shape[0] - 1, t.delay_s.shape[0]
+    p = t.delay_s.shape[0]
+    kind = stage_states(t, down, state)
+    if kind == OUTSIDE:
+        return
+    sums[COVERED] += probability
+    sums[COUNT] += 1.0
+    if kind == STOPPED_STATE:
+        sums[STOPPED] += probability
+        return
+    rates(t, down, state, rate)
+    sums[STOPS] += probability * rate[2]
+    if priced == 0:
+        return
+    lost, seconds = 0.0, healthy_s
+    changed = False
+    for i in range(p):
+        x = state[i]
+        changed = changed or x > 0
+        times[FORWARD, i], times[BACKWARD, i] = t.forward_s[i, x], t.backward_s[i, x]
+        times[SYNC, i], times[STEP, i], times[DELAY, i] = t.tail_s[i, x], 0.0, t.delay_s[i]
+        lost += t.lost[i, x]
+        if fills != 0:
+            busy_s = m * (t.forward_s[i, x] + t.backward_s[i, x]) + t.tail_s[i, x]
+            seconds = max(seconds, busy_s)
+    if changed and fills == 0:
+        seconds = max(seconds, exact_s(times, p, m))
+    fails, returns, stops = rate[0], rate[1], rate[2]
+    leaves = fails + returns
+    made = 1.0
+    if leaves > 0.0:  # the flows into a state are those out of it, one by one: failures lead in as returns lead out
+        made = (
+            returns * np.exp(-leaves * failure_s)
+            + (fails - stops) * np.exp(-leaves * return_s)
+            + stops * np.exp(-leaves * restart_s)
+        ) / leaves
+    made *= _kept_share(interval_s, checkpoint_s, 1.0 / stops if stops > 0.0 else np.inf)
+    rate_here = made * tokens / seconds
+    sums[TOKENS] += probability * rate_here
+    sums[SQUARES] += probability * rate_here * rate_here
+    sums[LOST] += probability * rate_here * lost
+
+
+@jit
+def expect(t, least, m, healthy_s, tokens, fills, transitions, priced, work, sums):
+    """Sum up over all states of a probability of at least `least`; the rest as `add_state` takes it."""
+    _, down, _, before, ahead, _ = work
+    last = t.size.shape[0] - 1
     for x in range(sums.shape[0]):
         sums[x] = 0.0
     ahead[last + 1] = before[0] = 1.0
@@ -130,41 +176,20 @@ def expect(t, m, healthy_s, tokens, fills, transitions, least, priced, work, sum
             c += 1
             down[c] = -1
             continue
-        probability = before[last + 1]
-        kind = stage_states(t, down, state)
-        if kind == OUTSIDE:
-            continue
-        sums[COVERED] += probability
-        sums[COUNT] += 1.0
-        if kind == STOPPED_STATE:
-            sums[STOPPED] += probability
-            continue
-        rates(t, down, state, rate)
-        sums[STOPS] += probability * rate[2]
-        if priced == 0:
-            continue
-        lost, seconds = 0.0, healthy_s
-        changed = False
-        for i in range(p):
-            x = state[i]
-            changed = changed or x > 0
-            times[FORWARD, i], times[BACKWARD, i] = t.forward_s[i, x], t.backward_s[i, x]
-            times[SYNC, i], times[STEP, i], times[DELAY, i] = t.tail_s[i, x], 0.0, t.delay_s[i]
-            lost += t.lost[i, x]
-            if fills != 0:
-                busy_s = m * (t.forward_s[i, x] + t.backward_s[i, x]) + t.tail_s[i, x]
-                seconds = max(seconds, busy_s)
-        if changed and fills == 0:
-            seconds = max(seconds, exact_s(times, p, m))
-        fails, returns, stops = rate[0], rate[1], rate[2]
-        leaves = fails + returns
-        made = 1.0
-        if leaves > 0.0:  # the flows into a state are those out of it, one by one: failures lead in as returns lead out
-            made = (
-                returns * np.exp(-leaves * failure_s)
-                + (fails - stops) * np.exp(-leaves * return_s)
-                + stops * np.exp(-leaves * restart_s)
-            ) / leaves
-        made *= _kept_share(interval_s, checkpoint_s, 1.0 / stops if stops > 0.0 else np.inf)
-        sums[TOKENS] += probability * made * tokens / seconds
-        sums[LOST] += probability * made * tokens / seconds * lost
+        add_state(t, before[last + 1], m, healthy_s, tokens, fills, transitions, priced, work, sums)
+
+
+@jit
+def sample(t, uniform, m, healthy_s, tokens, fills, transitions, priced, work, sums):
+    """The same over states drawn by the rows of `uniform` (N, at least C), numbers between 0 and 1."""
+    down = work[1]
+    for x in range(sums.shape[0]):
+        sums[x] = 0.0
+    for row in range(uniform.shape[0]):
+        for c in range(t.size.shape[0]):
+            n, reached = 0, t.share[c, 0]
+            while reached < uniform[row, c] and n + 1 < t.share.shape[1] and n < t.size[c]:
+                n += 1
+                reached += t.share[c, n]
+            down[c] = n
+        add_state(t, 1.0 / uniform.shape[0], m, healthy_s, tokens, fills, transitions, priced, work, sums)

@@ -62,11 +62,17 @@ class ExpectedThroughput:
         return self.faults.policy
 
     def expected(self, plan: Plan) -> Expected:
-        """What a plan is worth."""
-        assert self._estimator is not None
-        policy = self.policy(plan)
-        reactions = Reactions(self._estimator, plan, policy, self._components)
-        return expected_throughput(reactions, self._restart_counts if policy is self._restart else self._counts)
+        """What a plan is worth. The search counts the operators of its plans itself: none is counted again here."""
+        estimator, policy = self._estimator, self.policy(plan)
+        assert estimator is not None
+        counts = estimator.operators_requested, estimator.operators_distinct
+        computed = estimator.operators_computed
+        reactions = Reactions(estimator, plan, policy, self._components)
+        found = expected_throughput(reactions, self._restart_counts if policy is self._restart else self._counts)
+        estimator.operators_requested, estimator.operators_distinct = counts
+        if not estimator.cached:
+            estimator.operators_computed = computed
+        return found
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of an iteration on average."""

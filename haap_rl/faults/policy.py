@@ -275,7 +275,7 @@ def take_over(
             taken[min(live, key=lambda peer: (*strain[peer], peer))].append(task)
     work = tuple((Task(index, samples[r]), *_merged(taken[r])) if r in taken else () for r in range(len(samples)))
     if not degraded or (options.empty_set == "use_degraded" and all(taken[r] for r in live)):
-        return work  # attention is skipped nowhere then: priced as an exact take-over, whose backward pass it has
+        return work  # no attention is skipped then: priced as exact, above what a recomputed FFN of low rank leaves
     return tuple(
         tuple(task._replace(backward="mecefo") for task in tasks) if taken.get(r) else tasks
         for r, tasks in enumerate(work)
@@ -400,7 +400,8 @@ class Bamboo(Policy):
 
         whole = [r for r in replicas if all(holds(r, i) for i in dead[r])]
         if not whole:
-            return Stopped("no pipeline is left in which the cell before each dead one can do both stages")
+            memory = any(all((i - 1) % p not in dead[r] for i in dead[r]) for r in replicas)  # is all that is lacking
+            return Stopped("no pipeline is left in which the cell before each dead one can do both stages", memory)
         turns = len(replicas) / len(whole)  # of each pipeline that is left, per micro-batch
         redundant = self.constants.bamboo_forward_share
         work: list[list[Work]] = [[()] * len(replicas) for _ in range(p)]

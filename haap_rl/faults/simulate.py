@@ -6,9 +6,10 @@ expectation for few components. The command prints a table of the policies; with
 
 What counts: when training goes on in a new set of components down, a dead time comes first: restart_s if it was
 stopped before, else failure_s if something failed, else return_s. A change within it begins the new state's own dead
-time. Every checkpoint_interval_s of training are followed by checkpoint_s of writing; a stop loses what was trained
-since the last complete checkpoint, or since the restart. An interval of 0 means continuous checkpoints, which lose
-and cost nothing; infinity means none. A dead time interrupts a checkpoint that is being written, which then goes on.
+time; one that makes no difference to the plan, as of an idle device, is not noticed. Every checkpoint_interval_s of
+training are followed by checkpoint_s of writing; a stop loses what was trained since the last complete checkpoint, or
+since the restart. An interval of 0 means continuous checkpoints, which lose and cost nothing; infinity means none. A
+dead time interrupts a checkpoint that is being written, which then goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ RUNNING, DEGRADED, TRANSITION, STOPPED = "running", "degraded", "transition", "s
 
 
 class Reactions(Protocol):
-    """One plan under one policy on one cluster; `down` holds indices into the trace's components."""
+    """One plan under one policy on one cluster; `down` holds indices into the trace's components.
+
+    The same object comes back for two sets between which there is no difference, to the plan and its policy.
+    """
 
     transitions: Transitions
 
@@ -227,7 +231,7 @@ def simulate(trace: Trace, reactions: Reactions) -> Run:
 
     for time_s, changes in groupby(trace.changes, key=lambda change: change.time_s):
         until(time_s)
-        now_s = time_s
+        passed_s, now_s = time_s - now_s, time_s
         failed = returned = frozenset[int]()
         for change in changes:
             if change.is_failure:
@@ -236,6 +240,9 @@ def simulate(trace: Trace, reactions: Reactions) -> Run:
                 returned |= {change.component}
         down = (down - returned) | failed
         before, response = response, reactions(down)
+        if response is before:
+            dead_s = max(0.0, dead_s - passed_s)
+            continue
         if not response.runs:
             num_stops += before.runs
             num_out_of_memory += response.out_of_memory and not before.out_of_memory

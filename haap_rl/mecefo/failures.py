@@ -2,18 +2,23 @@
 
 A cell is one replica of one stage, a task one replica's samples passing one stage. Everything here is a function of
 the schedule, so that every process knows it without asking.
+
+Schedules go by a clock of wall steps, which is the training step until training has restarted from a checkpoint, and
+ahead of it ever after: see Timeline.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from haap_rl.mecefo.options import MecefoOptions
+
+PATIENCE = 10  # times what training takes without restarts, on the clock; it is given up where that is not enough
 
 
 class Cell(NamedTuple):
@@ -24,7 +29,7 @@ class Cell(NamedTuple):
 
 
 class Restart(RuntimeError):
-    """Failures that nobody can take over: training has to restart from a checkpoint."""
+    """Failures that nobody can take over: training has to restart from a checkpoint, or, where it cannot, to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,54 @@ class Grid:
         return layer * self.stages // num_layers
 
 
+class Restarted(NamedTuple):
+    """Training step `failed`, due at `failed_clock`, could not be done; the next that was is `step`, at `clock`."""
+
+    failed: int
+    failed_clock: int
+    step: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When on the clock the training steps are done.
+
+    The clock counts wall steps, each the time of one training step, be it spent on a step done for the first time, on
+    one that is done again, or waiting for repair. Outages are by the clock. Samples, learning rate, projectors and
+    checkpoints are by training step. After restarts the clock is ahead by the steps lost and waited. Ending processes,
+    starting them and reading a checkpoint take no time.
+    """
+
+    restarts: tuple[Restarted, ...] = ()
+
+    @property
+    def since(self) -> tuple[int, int]:
+        """Training step and clock of the last restart, or of the beginning."""
+        return self.restarts[-1][2:] if self.restarts else (0, 0)
+
+    def clock(self, step: int) -> int:
+        """When a training step of those after the last restart is done."""
+        begin, clock = self.since
+        return clock + step - begin
+
+    @property
+    def lost(self) -> int:
+        """Training steps that had to be done again."""
+        return sum(restart.failed - restart.step for restart in self.restarts)
+
+    @property
+    def waited(self) -> int:
+        """Wall steps without training."""
+        return sum(restart.clock - restart.failed_clock for restart in self.restarts)
+
+
+UNBROKEN = Timeline()
+
+
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A cell that fails before step `start` and is repaired before step `end`: equal numbers are never noticed."""
+    """A cell that fails before `start` and is repaired before `end`, on the clock: equal numbers are never noticed."""
 
     cell: Cell
     start: int
@@ -58,18 +108,69 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Outages by step: failures injected deterministically."""
+    """Outages by the clock: failures injected deterministically."""
 
     outages: tuple[Outage, ...] = ()
 
-    def down(self, step: int, options: MecefoOptions) -> frozenset[Cell]:
-        """The cells that do not take part in `step`; a repaired one waits as `return_rule` says."""
+    def down(self, step: int, options: MecefoOptions, timeline: Timeline = UNBROKEN) -> frozenset[Cell]:
+        """The cells that do not take part in training step `step`, which is one after the timeline's last restart.
+
+        A repaired one waits as `return_rule` says, though not longer than to a restart.
+        """
         boundary = options.refresh_steps if options.return_rule == "refresh_boundary" else 1
+        begin, began = timeline.since
+        clock = timeline.clock(step)
+
+        def back(end: int) -> int:
+            repaired = begin + end - began  # as a training step
+            return repaired if repaired <= begin else -(-repaired // boundary) * boundary
+
         return frozenset(
             outage.cell
             for outage in self.outages
-            if outage.start <= step and outage.start < outage.end and step < -(-outage.end // boundary) * boundary
+            if outage.start <= clock and outage.start < outage.end and step < back(outage.end)
         )
+
+    def returns(self, cell: Cell, step: int, options: MecefoOptions, timeline: Timeline = UNBROKEN) -> int | None:
+        """The training step before which a cell is back that is down in `step`; None for one that is not."""
+        if cell not in self.down(step, options, timeline):
+            return None
+        while cell in self.down(step, options, timeline):
+            step += 1
+        return step
+
+
+def restarted(
+    timeline: Timeline,
+    failed: int,
+    step: int,
+    steps: int,
+    schedule: Schedule,
+    options: MecefoOptions,
+    live_with: Callable[[frozenset[Cell]], object],
+    reason: Restart,
+) -> Timeline:
+    """The timeline after a restart from the checkpoint of `step`, as soon as enough is repaired for that step.
+
+    failed      the training step that could not be done, for `reason`
+    steps       that training has
+    live_with   raises Restart for cells down that cannot be lived with
+    Raises Restart where training would not be done by PATIENCE times its steps.
+    """
+    clock = timeline.clock(failed)
+    for at in sorted({clock, *(outage.end for outage in schedule.outages if outage.end > clock)}):
+        if at + steps - step > PATIENCE * steps:
+            break
+        found = Timeline((*timeline.restarts, Restarted(failed, clock, step, at)))
+        try:
+            live_with(schedule.down(step, options, found))
+        except Restart:
+            continue
+        return found
+    raise Restart(
+        f"{reason}, and no repair lets training be done in the time of {PATIENCE * steps} steps, {PATIENCE} times its "
+        f"own: {step} of {steps} are in the last checkpoint"
+    )
 
 
 def redrawn(grid: Grid, cells_down: int, every: int, steps: int, rng: np.random.Generator) -> Schedule:
@@ -97,15 +198,16 @@ def arriving(grid: Grid, failure_steps: float, recovery: int, steps: int, rng: n
 
     Each is repaired after `recovery` steps, so that recovery / failure_steps cells are down on average (Little).
     """
-    outages: list[Outage] = []
+    cells, outages = grid.cells(), list[Outage]()
     at = 0.0
     while True:
         at += float(rng.exponential(failure_steps))
         start = int(np.ceil(at))
         if start >= steps:
             return Schedule(tuple(outages))
-        down = {outage.cell for outage in outages if start < outage.end}
-        live = [cell for cell in grid.cells() if cell not in down]
+        # ends ascend and no cell fails twice at a time, so that none before these goes on
+        down = {outage.cell for outage in outages[-len(cells) :] if start < outage.end}
+        live = [cell for cell in cells if cell not in down]
         if live:
             outages.append(Outage(live[int(rng.integers(len(live)))], start, start + recovery))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from haap_rl.mecefo.aggregate import Part, aggregate
 from haap_rl.mecefo.blocks import DegradableModel
-from haap_rl.mecefo.failures import Cell, Grid, Restart, Schedule, affected
+from haap_rl.mecefo.failures import UNBROKEN, Cell, Grid, Restart, Schedule, Timeline, affected
 from haap_rl.mecefo.options import MecefoOptions, Techniques
 
 Loss = Callable[[Any, Tensor], Tensor]  # mean loss of a model on a batch
@@ -51,13 +51,13 @@ class FaultyDataParallel:
         self.degradable = DegradableModel(model, options, techniques)
         self.stages = stages_of(self.degradable, grid)
 
-    def backward(self, batches: Sequence[Tensor], step: int) -> float:
+    def backward(self, batches: Sequence[Tensor], step: int, timeline: Timeline = UNBROKEN) -> float:
         """Set `.grad` of all weights as `step` computes them from each rank's samples; the mean loss.
 
         Raises Restart where failures cannot be lived with.
         """
         self.degradable.projectors.refresh(step)
-        loss, gradients = self.gradients(batches, self.schedule.down(step, self.options))
+        loss, gradients = self.gradients(batches, self.schedule.down(step, self.options, timeline))
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradients.get(name)
         return loss
@@ -69,13 +69,7 @@ class FaultyDataParallel:
         """
         if len(batches) != self.grid.ranks:
             raise ValueError(f"mecefo: {len(batches)} batches for {self.grid.ranks} ranks; give one for each")
-        ranks = list(range(self.grid.ranks))
-        if self.policy == "drop_replica":
-            ranks = [rank for rank in ranks if all(cell.rank != rank for cell in down)]
-            if not ranks:
-                raise Restart("every replica has a dead cell")
-            down = frozenset()
-        at_stage = affected(down, self.grid, self.options)
+        ranks, at_stage = self.live_with(down)
         alike: dict[tuple[bool, ...], list[int]] = {}
         for rank in ranks:
             alike.setdefault(tuple(rank in hit for hit in at_stage), []).append(rank)
@@ -98,6 +92,19 @@ class FaultyDataParallel:
             name: aggregate(parts[name], weight, self.degradable.is_skipped(name), self.options)
             for name, weight in named.items()
         }
+
+    def live_with(self, down: frozenset[Cell]) -> tuple[list[int], list[frozenset[int]]]:
+        """The ranks whose samples count while cells are down, and per stage those whose task is in a taker's mode.
+
+        Raises Restart where failures cannot be lived with.
+        """
+        ranks = list(range(self.grid.ranks))
+        if self.policy == "drop_replica":
+            ranks = [rank for rank in ranks if all(cell.rank != rank for cell in down)]
+            if not ranks:
+                raise Restart("every replica has a dead cell")
+            down = frozenset()
+        return ranks, affected(down, self.grid, self.options)
 
     def _degrade(self, degraded: Sequence[bool], without_skip: set[int]) -> None:
         """Let the layers of some stages run in a taker's mode."""

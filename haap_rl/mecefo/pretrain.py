@@ -5,6 +5,10 @@ ranks x stages        the grid, simulated in this process; with processes=true e
 cells_down            cells down at any time, drawn anew every redraw_steps steps; or
 failure_steps, recovery_steps   steps between failures on average, where that is not 0, and until a cell is repaired
 policy                mecefo, or drop_replica: samples of a replica with a dead cell are lost
+checkpoint_steps      steps between checkpoints. Where failures cannot be taken over, training waits for repair and goes
+                      on from the last one; failures come by a clock on which steps lost and waited count too, and
+                      training is given up where it would take ten times its steps on it
+checkpoint            a file for them: the same command goes on from it after it was killed, and ends the same
 error_steps           the gradient is compared with the failure-free one every so many steps; 0: never
 skip, recompute       the techniques (haap_rl/mecefo/options.py); beside them all options of MeCeFO
 """
@@ -14,14 +18,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from haap_rl.mecefo.aggregate import relative_error
+from haap_rl.mecefo.checkpoint import Checkpoints, Training
 from haap_rl.mecefo.corpus import ALPHABET
-from haap_rl.mecefo.failures import Grid, Restart, Schedule, arriving, redrawn
+from haap_rl.mecefo.failures import (
+    PATIENCE,
+    UNBROKEN,
+    Grid,
+    Restart,
+    Schedule,
+    Timeline,
+    arriving,
+    redrawn,
+    restarted,
+)
 from haap_rl.mecefo.job import CharacterPretraining
 from haap_rl.mecefo.llama import LlamaShape
 from haap_rl.mecefo.options import MecefoOptions, Techniques
@@ -37,12 +53,15 @@ JOB = ("seed", "steps", "samples", "length", "learning_rate")
 class Pretrained:
     """What came of a training.
 
-    errors   (step, norm ratio of the gradient's error) of the steps that were looked at
+    losses    mean loss of each step; of one that was done again, the last
+    errors    (step, norm ratio of the gradient's error) of the steps that were looked at
+    timeline  its restarts, with the steps lost and waited
     """
 
     perplexity: float
     losses: list[float]
     errors: list[tuple[int, float]]
+    timeline: Timeline = UNBROKEN
 
 
 def pretrain(
@@ -53,20 +72,39 @@ def pretrain(
     techniques: Techniques | None = None,
     policy: Policy = "mecefo",
     error_steps: int = 0,
+    checkpoints: Checkpoints | None = None,
 ) -> Pretrained:
-    """Train on simulated ranks. Equal arguments give equal figures on one machine with one thread."""
+    """Train on simulated ranks. Equal arguments give equal figures on one machine with one thread.
+
+    Where failures cannot be lived with, training waits for repair and goes on from its last checkpoint. `schedule` is
+    by the clock that `Timeline` explains. With a file of checkpoints from before, training goes on from there.
+    Raises Restart where failures outpace repair, and ValueError for a file that is not of this training.
+    """
+    checkpoints = checkpoints or Checkpoints()
     model = job.model()
     optimizer = job.optimizer(model)
     parallel = FaultyDataParallel(model, job.loss, grid, schedule, options, techniques, policy)
-    losses, errors = [], []
-    for step in range(job.steps):
+    training = Training(model, optimizer, parallel.degradable.projectors)
+    timeline = checkpoints.restore(training)
+    checkpoints.keep(training, timeline, job.steps)
+    while (step := training.step) < job.steps:
         batches = [job.batch(step, rank) for rank in range(grid.ranks)]
-        losses.append(parallel.backward(batches, step))
+        try:
+            loss = parallel.backward(batches, step, timeline)
+        except Restart as reason:
+            checkpoints.restore(training)
+            timeline = restarted(
+                timeline, step, training.step, job.steps, schedule, options, parallel.live_with, reason
+            )
+            continue
         if error_steps and step % error_steps == 0:
             _, exact = parallel.gradients(batches, frozenset())
-            errors.append((step, relative_error({n: p.grad for n, p in model.named_parameters()}, exact)))
+            error = relative_error({n: p.grad for n, p in model.named_parameters()}, exact)
+            training.errors.append((step, error))
         job.update(model, optimizer, step)
-    return Pretrained(job.perplexity(model), losses, errors)
+        training.losses.append(loss)
+        checkpoints.keep(training, timeline, job.steps)
+    return Pretrained(job.perplexity(model), training.losses, training.errors, timeline)
 
 
 DEFAULTS: dict[str, Any] = {
@@ -79,6 +117,8 @@ DEFAULTS: dict[str, Any] = {
     "failure_steps": 0,
     "recovery_steps": 50,
     "policy": "mecefo",
+    "checkpoint_steps": 50,
+    "checkpoint": "",
     "error_steps": 10,
     "processes": False,
     **asdict(Techniques()),
@@ -106,7 +146,7 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"mecefo: {key}={text!r} cannot be read; give for example {key}={example}") from None
         if kind in (int, float) and not 0 <= found[key] < 10**9:
             raise ValueError(f"mecefo: {key}={text} must be a number from 0 to 10^9; give {key}={DEFAULTS[key]}")
-    for key in (*SHAPE, *(key for key in JOB if key != "seed"), "redraw_steps", "recovery_steps"):
+    for key in (*SHAPE, *(key for key in JOB if key != "seed"), "redraw_steps", "recovery_steps", "checkpoint_steps"):
         if not found[key]:
             raise ValueError(f"mecefo: {key}=0 leaves nothing to do; give for example {key}={DEFAULTS[key]}")
     return found
@@ -119,30 +159,46 @@ def run(given: dict[str, Any]) -> None:
     options = MecefoOptions(**{field.name: given[field.name] for field in fields(MecefoOptions)})
     techniques = Techniques(given["skip"], given["recompute"])
     grid = Grid(given["ranks"], 1 if given["processes"] else given["stages"])
-    rng = np.random.default_rng(job.seed)
+    rng, clock = np.random.default_rng(job.seed), PATIENCE * job.steps
     if given["failure_steps"]:
-        schedule = arriving(grid, given["failure_steps"], given["recovery_steps"], job.steps, rng)
+        schedule = arriving(grid, given["failure_steps"], given["recovery_steps"], clock, rng)
     else:
-        schedule = redrawn(grid, given["cells_down"], given["redraw_steps"], job.steps, rng)
+        schedule = redrawn(grid, given["cells_down"], given["redraw_steps"], clock, rng)
+    checkpoints = Checkpoints(
+        given["checkpoint_steps"],
+        Path(given["checkpoint"]) if given["checkpoint"] else None,
+        {key: value for key, value in given.items() if key != "checkpoint"},
+    )
     torch.set_num_threads(1)
     if given["processes"]:
         if given["policy"] != "mecefo":
             raise ValueError(f"mecefo: policy={given['policy']!r} has no processes; leave out processes=true")
-        done = train_in_processes(job, grid.ranks, job.steps, schedule, options, techniques)
+        done = train_in_processes(job, grid.ranks, job.steps, schedule, options, techniques, checkpoints=checkpoints)
         model = job.model()
         model.load_state_dict(next(iter(done.weights.values())))
         print(f"{len(done.generations)} process groups; the ranks that live end with equal weights")
         print(f"loss {done.losses[-1]:.4f} nats, held-out perplexity {job.perplexity(model):.4f} per character")
+        say_restarts(done.timeline)
         return
-    trained = pretrain(job, grid, schedule, options, techniques, given["policy"], given["error_steps"])
+    trained = pretrain(job, grid, schedule, options, techniques, given["policy"], given["error_steps"], checkpoints)
     print(f"loss {trained.losses[-1]:.4f} nats, held-out perplexity {trained.perplexity:.4f} per character")
     if trained.errors:
         errors = [error for _, error in trained.errors]
         print(f"relative gradient error: mean {np.mean(errors):.3f}, largest {max(errors):.3f}")
+    say_restarts(trained.timeline)
+
+
+def say_restarts(timeline: Timeline) -> None:
+    """Print what failures that nobody could take over have cost, if there were any."""
+    if timeline.restarts:
+        print(
+            f"restarts from a checkpoint: {len(timeline.restarts)}; {timeline.lost} steps done again, "
+            f"{timeline.waited} waited for repair"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 good, 1 failures that nobody could take over, 2 bad input, 130 interrupted."""
+    """The exit status: 0 good, 1 failures that outpace repair, 2 bad input, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
@@ -151,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(read(arguments))
     except Restart as error:
-        print(f"mecefo: {error}: training would restart from a checkpoint", file=sys.stderr)
+        print(f"mecefo: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
         print(error, file=sys.stderr)

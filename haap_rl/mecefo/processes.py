@@ -4,7 +4,8 @@ A killed process breaks its process group, and no group can shrink. So time is c
 of the live ranks meets through a file of its own, told to by a driver outside of all groups. A generation ends when a
 member dies, at the step where a repaired rank is to return, or with training. Whoever begins a generation behind the
 others, a returned rank or one that lost the last step's sum, copies weights, optimiser state and projectors from a
-member that is not.
+member that is not. Where nobody can take over, all ranks end; when enough of them are repaired, they start from the
+last checkpoint.
 
 A grid here has one stage: a rank that dies is a whole replica, and its neighbour computes its samples too.
 """
@@ -20,12 +21,12 @@ import socket
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ from torch import Tensor, nn
 
 from haap_rl.mecefo.aggregate import average, counts
 from haap_rl.mecefo.blocks import DegradableModel
-from haap_rl.mecefo.failures import Cell, Schedule, takers
+from haap_rl.mecefo.checkpoint import Checkpoints, Training
+from haap_rl.mecefo.failures import UNBROKEN, Cell, Restart, Schedule, Timeline, restarted, takers
 from haap_rl.mecefo.job import Job
 from haap_rl.mecefo.options import MecefoOptions, Techniques
 
@@ -51,6 +53,7 @@ class Generation(NamedTuple):
     until: int
     source: int
     behind: tuple[int, ...]
+    timeline: Timeline
 
 
 class Progress(NamedTuple):
@@ -80,14 +83,16 @@ class BrokenGroup(Exception):
 class ProcessRun:
     """What came of a training.
 
-    losses       mean loss of each step
+    losses       mean loss of each step; of one that was done again, the last
     generations  that there were, some of which ended early
     weights      {rank: its final state dict} of the ranks that were live in the end
+    timeline     its restarts, with the steps lost and waited
     """
 
     losses: list[float] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    timeline: Timeline = UNBROKEN
 
 
 # ------------------------------------------------------------------------------------------------ a rank
@@ -99,7 +104,12 @@ class Replica:
         self.model = job.model()
         self.degradable = DegradableModel(self.model, options, techniques)
         self.optimizer = job.optimizer(self.model)
-        self.step = 0
+        self.training = Training(self.model, self.optimizer, self.degradable.projectors)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.training.step
 
     def tasks(self, dead: frozenset[int]) -> tuple[list[Tensor], frozenset[int]]:
         """The samples this rank runs in its next step, its own first; and the ranks whose task is affected."""
@@ -146,24 +156,8 @@ class Replica:
             tasks = sum(counts(rank in hit, skipped[name], any_unaffected, self.options) for rank in range(self.ranks))
             parameter.grad = average(total, tasks, parameter, self.options.empty_set)
         self.job.update(self.model, self.optimizer, self.step)
-        self.step += 1
-        return float(flat[-1]) / self.ranks
-
-    def state(self) -> dict[str, Any]:
-        """All that a peer copies."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "projectors": self.degradable.projectors.state(),
-            "step": self.step,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Become as the peer whose `state()` this is."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.degradable.projectors.load(state["projectors"])
-        self.step = state["step"]
+        self.training.losses.append(float(flat[-1]) / self.ranks)
+        return self.training.losses[-1]
 
 
 @contextlib.contextmanager
@@ -175,7 +169,7 @@ def lost_peers() -> Iterator[None]:
         raise BrokenGroup from error
 
 
-def work(pipe: Connection, replica: Replica, schedule: Schedule, folder: str, timeout_s: float) -> None:
+def work(pipe: Connection, replica: Replica, setting: Setting, folder: str) -> None:
     """Do one generation after the other as told through `pipe`, until told to hand in the weights."""
 
     def die() -> None:
@@ -192,19 +186,23 @@ def work(pipe: Connection, replica: Replica, schedule: Schedule, folder: str, ti
                     init_method=Path(folder, str(generation.number)).as_uri(),
                     rank=me,
                     world_size=len(generation.members),
-                    timeout=datetime.timedelta(seconds=timeout_s),
+                    timeout=datetime.timedelta(seconds=setting.timeout_s),
                 )
             if generation.behind:
                 source = generation.members.index(generation.source)
-                sent = [replica.state() if me == source else None]
+                sent = [replica.training.state() if me == source else None]
                 with lost_peers():
                     dist.broadcast_object_list(sent, src=source)
                 if replica.rank in generation.behind and sent[0] is not None:
-                    replica.load(sent[0])
+                    replica.training.load(sent[0])
             while replica.step < generation.until:
-                fails = Cell(replica.rank, 0) in schedule.down(replica.step, replica.options)
+                fails = Cell(replica.rank, 0) in setting.schedule.down(
+                    replica.step, setting.options, generation.timeline
+                )
                 loss = replica.train(dead, die if fails else None)
                 pipe.send(Progress(replica.step, loss))
+                if me == 0:
+                    setting.checkpoints.keep(replica.training, generation.timeline, setting.steps)
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -231,7 +229,8 @@ def begin(pipe: Connection, rank: int, setting: Setting, folder: str) -> None:
     torch.set_num_threads(1)
     try:
         replica = Replica(setting.job, rank, setting.ranks, setting.options, setting.techniques)
-        work(pipe, replica, setting.schedule, folder, setting.timeout_s)
+        setting.checkpoints.restore(replica.training)
+        work(pipe, replica, setting, folder)
     except Exception:
         pipe.send(Failed(traceback.format_exc()))
 
@@ -248,6 +247,7 @@ class Setting:
     options: MecefoOptions
     techniques: Techniques
     timeout_s: float
+    checkpoints: Checkpoints
 
 
 class Rank:
@@ -276,46 +276,82 @@ class Driver:
         self.setting, self.folder, self.watch = setting, folder, watch
         self.run = ProcessRun()
         self.live: dict[int, Rank] = {}
-        self.lost_at: dict[int, int] = {}  # dead rank -> the step in which it died
+        self.returns: dict[int, int | None] = {}  # dead rank -> the step before which it is back; None: never
 
     def train(self) -> None:
         """Generation after generation, until every live rank has done all steps."""
-        self.start(range(self.setting.ranks))
-        while any(member.step < self.setting.steps for member in self.live.values()):
-            done = max(member.step for member in self.live.values())
-            self.start([rank for rank in self.lost_at if self.returns(rank) == done])
-            self.lead(self.next_generation(done))
+        last = self.setting.checkpoints.last()  # of a training that was ended
+        if last is not None:
+            self.run.timeline = last[1]
+        gone: frozenset[int] = frozenset()
+        while True:
+            try:
+                self.start_all(gone)
+                while any(member.step < self.setting.steps for member in self.live.values()):
+                    done = max(member.step for member in self.live.values())
+                    self.start([rank for rank, step in self.returns.items() if step == done])
+                    self.lead(self.next_generation(done))
+                break
+            except Restart as reason:
+                gone = self.end_all(reason)
         for rank, member in sorted(self.live.items()):
             with contextlib.suppress(OSError, EOFError):  # of one that dies now
                 member.pipe.send(None)
                 if member.pipe.poll(self.setting.timeout_s):
                     self.run.weights[rank] = torch.load(io.BytesIO(member.pipe.recv()))
 
-    def returns(self, rank: int) -> int | None:
-        """The step before which a dead rank is back; None for one that did not die of a scheduled outage."""
-        at, cell = self.lost_at[rank], Cell(rank, 0)
-        down = [cell in self.setting.schedule.down(step, self.setting.options) for step in range(self.setting.steps)]
-        if not 0 <= at < len(down) or not down[at] or False not in down[at:]:
-            return None
-        return down.index(False, at)
+    def start_all(self, gone: Collection[int]) -> None:
+        """Start all ranks but those that are gone for good or down, from the last checkpoint if there is one."""
+        last = self.setting.checkpoints.last()
+        self.run.losses[:] = last[0]["losses"] if last else []
+        step = len(self.run.losses)
+        returns = {rank: self.step_of_return(rank, step) for rank in range(self.setting.ranks)}
+        self.returns = {rank: back for rank, back in returns.items() if back is not None} | dict.fromkeys(gone)
+        self.start([rank for rank in range(self.setting.ranks) if rank not in self.returns])
+
+    def end_all(self, reason: Restart) -> frozenset[int]:
+        """End all ranks and put the clock forward to when enough are repaired; the ranks that are gone for good.
+
+        Raises Restart where there is no such time.
+        """
+        for member in self.live.values():
+            member.end()
+        self.live.clear()
+        gone = frozenset(rank for rank, step in self.returns.items() if step is None)
+        last = self.setting.checkpoints.last()
+        self.run.timeline = restarted(
+            self.run.timeline,
+            len(self.run.losses),
+            len(last[0]["losses"]) if last else 0,
+            self.setting.steps,
+            self.setting.schedule,
+            self.setting.options,
+            lambda down: takers(gone.union(cell.rank for cell in down), self.setting.ranks, self.setting.options),
+            reason,
+        )
+        return gone
+
+    def step_of_return(self, rank: int, step: int) -> int | None:
+        """The step before which a rank is back that is dead in `step`; None for one that did not die of an outage."""
+        return self.setting.schedule.returns(Cell(rank, 0), step, self.setting.options, self.run.timeline)
 
     def next_generation(self, done: int) -> Generation:
         """One of all live ranks, up to the next return."""
-        returns = [step for rank in self.lost_at if (step := self.returns(rank)) is not None and step > done]
         members = tuple(sorted(self.live))
         return Generation(
             number=len(self.run.generations),
             members=members,
             begin=done,
-            until=min([self.setting.steps, *returns]),
+            until=min([self.setting.steps, *(step for step in self.returns.values() if step is not None)]),
             source=next(rank for rank in members if self.live[rank].step == done),
             behind=tuple(rank for rank in members if self.live[rank].step < done),
+            timeline=self.run.timeline,
         )
 
     def start(self, ranks: Iterable[int]) -> None:
         """Start processes, and wait until they have loaded what they need."""
         for rank in ranks:
-            self.lost_at.pop(rank, None)
+            self.returns.pop(rank, None)
             self.live[rank] = Rank(rank, self.setting, self.folder)
         self.collect(ranks, START_S)
 
@@ -345,7 +381,7 @@ class Driver:
                 self.lose(rank, waiting)
             for pipe in ready:
                 self.hear(pipes[pipe], waiting)  # type: ignore[index]
-        takers(self.lost_at, self.setting.ranks, self.setting.options)
+        takers(self.returns, self.setting.ranks, self.setting.options)
 
     def hear(self, rank: int, waiting: set[int]) -> None:
         """Take note of a message, or of the end of the process that would have sent one."""
@@ -368,7 +404,7 @@ class Driver:
         """Count a rank as dead, and make it so."""
         waiting.discard(rank)
         member = self.live.pop(rank)
-        self.lost_at[rank] = member.step
+        self.returns[rank] = self.step_of_return(rank, len(self.run.losses))
         member.end()
 
 
@@ -381,20 +417,28 @@ def train_in_processes(
     techniques: Techniques | None = None,
     timeout_s: float = TIMEOUT_S,
     watch: Watch = lambda step, pids: None,
+    checkpoints: Checkpoints | None = None,
 ) -> ProcessRun:
     """Train with a process per rank, in which `schedule` kills and starts processes; anybody else may kill them too.
 
     A rank whose outage begins at a step is killed in the middle of it, before it has shared a gradient, and the others
-    do the step again. It is started anew where its outage ends. One that dies without an outage stays away.
+    do the step again. It is started anew where its outage ends. One that dies without an outage stays away. Where
+    nobody can take over, all ranks end, and training goes on from the last checkpoint when `schedule`, which is by the
+    clock that `Timeline` explains, has repaired enough.
 
-    watch      told after every step of the number done and {rank: process id}
-    timeout_s  of a collective; a member that is silent for longer is taken for dead
-    Raises Restart where nobody can take over, TimeoutError, and RuntimeError with the report of a rank's own error.
+    watch        told after every step of the number done and {rank: process id}
+    timeout_s    of a collective; a member that is silent for longer is taken for dead
+    checkpoints  every 50 steps by default, and lost with the training; with a file from before, training goes on there
+    Raises Restart where failures outpace repair or those who are gone do not return, TimeoutError, RuntimeError with
+    the report of a rank's own error, and ValueError for a file that is not of this training.
     """
     if any(outage.cell.stage for outage in schedule.outages):
         raise ValueError("mecefo: a process is a whole replica, of stage 0; give outages of stage 0")
-    setting = Setting(job, ranks, steps, schedule, options, techniques or Techniques(), timeout_s)
+    checkpoints = checkpoints or Checkpoints()
     with tempfile.TemporaryDirectory(prefix="mecefo-") as folder:
+        if checkpoints.path is None:
+            checkpoints = replace(checkpoints, path=Path(folder, "checkpoint"))
+        setting = Setting(job, ranks, steps, schedule, options, techniques or Techniques(), timeout_s, checkpoints)
         driver = Driver(setting, folder, watch)
         try:
             driver.train()

@@ -33,7 +33,10 @@ def section_under_failures(facts: Mapping[str, Any] | None, front: Sequence[Trad
     ]
     what = {"counts": "combinations of failures", "sets": "sets of failures", "draws": "random sets of failures"}
     summed = f"summed over {facts['states']:,} {what.get(facts['method'], 'sets')}"
-    said = f"{facts['faults']}, met by policy {facts['policy']}; {summed}."
+    policy = facts["policy"]
+    if facts["policy_used"] != policy:
+        policy = f"{facts['policy_used']}, as {policy} cannot be used with this plan"
+    said = f"{facts['faults']}, met by policy {policy}; {summed}."
     drawing = front_picture(front, (free, mean)) if len(front) > 1 else None
     caption = (
         "Plans that the search has priced and no other beats in all three: throughput without failures, throughput "

@@ -569,7 +569,8 @@ class Searcher(Protocol):
     All randomness comes from `rng`. What it proves on the way it tells `objective.prove`.
     A searcher may also have `prepare()`, called before the clock starts: it compiles kernels of its own. And it may
     have `artifacts() -> Mapping[str, bytes]`, file names and contents worth keeping: it is asked once after the search,
-    however that ended, and the files are written beside the record.
+    however that ended, and the files are written beside the record. One that understands iteration times only has
+    `no_scorer`, the line that refuses anything else.
     """
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None: ...
@@ -598,9 +599,12 @@ def run_search(
     proven_s: what no plan of the space can beat, as an earlier exact search proved (`search.certificate`).
     scorer: what plans are ranked by; None: their iteration time. incumbents: plans priced first, so that the result is
     no worse.
-    Ctrl-C ends the search with the best plan so far.
+    Ctrl-C ends the search with the best plan so far. Raises InputError where the searcher takes no scorer.
     """
     spec = space or SpaceSpec()
+    refusal = str(getattr(searcher, "no_scorer", ""))
+    if scorer is not None and refusal:
+        raise InputError(refusal)
     compile_kernels()
     getattr(searcher, "prepare", compile_kernels)()
     curves = Estimator(problem, profile=profile)

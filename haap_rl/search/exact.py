@@ -76,6 +76,11 @@ class Exact:
     type_contiguous  only plans in which each device group is one run of stages: an ablation, no bound of the space
     """
 
+    no_scorer = (
+        "search=exact proves iteration times, not expected throughput; use objective=iteration_time, or another search "
+        "such as search=autohaap"
+    )
+
     def __init__(self, heuristic: int = 5000, nodes: int = 300_000_000, type_contiguous: bool = False) -> None:
         where = "search=exact"
         self.heuristic, self.nodes = positive_int(where, "heuristic", heuristic), positive_int(where, "nodes", nodes)
@@ -91,11 +96,6 @@ class Exact:
         ready("exact search", warm_up)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        if objective.scorer is not None:
-            raise InputError(
-                "search=exact proves iteration times, not expected throughput; use objective=iteration_time, or "
-                "another search such as search=autohaap"
-            )
         if objective.allowed is not None and objective.space.spec.fixed_tp is None:
             raise InputError(
                 f"search=exact: space.target={objective.space.spec.target} limits plans by the hosts that their stages "

@@ -78,6 +78,11 @@ class SpaceSpec:
             raise InputError(f"space: take_over={shown(self.take_over)} is not one of {', '.join(TAKE_OVERS)}")
         if self.target is not None and (not isinstance(self.target, str) or self.target not in TRAINERS):
             raise InputError(f"space: target={shown(self.target)} is not null or one of {', '.join(TRAINERS)}")
+        if self.survives and not self.memory_aware_init:
+            raise InputError(
+                f"space: survives={self.survives} is room in memory, which memory_aware_init=false does not look at; "
+                "set one of them to its default"
+            )
         for name in ("mixed_stages", "memory_aware_init", "load_balance"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"space: {name}={getattr(self, name)!r} must be true or false")

@@ -54,6 +54,7 @@ RESULT_KINDS: Mapping[str, tuple[type, ...]] = {
 FAILURE_KINDS: Mapping[str, tuple[type, ...]] = {
     "faults": (str,),
     "policy": (str,),
+    "policy_used": (str,),
     "method": (str,),
     "states": (int,),
     "expected_tokens_per_s": Number,

@@ -6,6 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
+from haap_rl.faults import expected
 from haap_rl.faults.checkpoint import dalys_efficiency, youngs_interval_s
 from haap_rl.faults.cost import FaultEstimator
 from haap_rl.faults.expected import Counts, by_draws, by_sets, elements, expected_throughput
@@ -113,13 +114,13 @@ def test_every_set_is_what_simulated_traces_bring_within_three_standard_errors(p
     # no checkpoints: where several sets run, what they keep of a visit is an approximation
     continuous = Constants(checkpoint_interval_s=0.0)
     reactions = reactions_of(*CASES["2 x 2"](), policy, continuous)
-    expected = by_sets(reactions, elements(reactions)).tokens_per_s
+    mean = by_sets(reactions, elements(reactions)).tokens_per_s
     each = np.random.default_rng(5).spawn(40)
     runs = [simulate(draw(reactions.components, 2e6, rng, stationary=True), reactions) for rng in each]
     values = [run.tokens_per_s for run in runs]
     error = statistics.stdev(values) / math.sqrt(len(values))
-    assert abs(statistics.fmean(values) - expected) <= 3 * error
-    assert error < 0.02 * expected
+    assert abs(statistics.fmean(values) - mean) <= 3 * error
+    assert error < 0.02 * mean
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -275,3 +276,31 @@ def test_ways_out_are_remembered_from_plan_to_plan():
     assert len(known) == 2
     assert expected_throughput(reactions, counts) == first == expected_throughput(reactions)
     assert counts._stages == known
+
+
+@pytest.mark.parametrize(("case", "tp"), [("idle devices", 1), ("two devices a replica", 2)])
+def test_it_is_what_simulated_traces_bring_where_some_failures_make_no_difference(case, tp):
+    # half of the devices are idle, or fail beside a replica's other one that is down: dead times are long, to see it
+    target, healthy = grid(2, 2, tp=tp, per_node=8)
+    constants = Constants(checkpoint_interval_s=0.0, detect_s=1800.0)
+    reactions = reactions_of(target, healthy, DEVICES, "mecefo", constants)
+    expected = expected_throughput(reactions).tokens_per_s
+    each = np.random.default_rng(5).spawn(40)
+    runs = [simulate(draw(reactions.components, 2e6, rng, stationary=True), reactions) for rng in each]
+    values = [run.tokens_per_s for run in runs]
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    assert abs(statistics.fmean(values) - expected) <= 3 * error + 0.003 * expected, case
+    assert error < 0.01 * expected
+
+
+@pytest.mark.parametrize("policy", SEPARABLE)
+def test_numbers_of_failures_that_are_drawn_agree_with_those_that_are_enumerated(policy, monkeypatch):
+    reactions = reactions_of(*grid(2, 4), DEVICES, policy)
+    every = expected_throughput(reactions)
+    monkeypatch.setattr(expected, "LEAST_COVERED", 2.0)
+    drawn = expected_throughput(reactions)
+    assert (every.method, drawn.method) == ("counts", "draws")
+    assert drawn == expected_throughput(reactions)  # the same numbers again
+    half = (drawn.upper - drawn.lower) / 2  # a 95 % interval, 1.96 standard errors
+    assert abs(drawn.tokens_per_s - every.tokens_per_s) <= 3 / 1.96 * half
+    assert drawn.fidelity == pytest.approx(every.fidelity, abs=0.02)

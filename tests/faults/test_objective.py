@@ -18,19 +18,21 @@ from haap_rl.faults.objective import ExpectedThroughput
 from haap_rl.faults.policy import POLICIES, Constants, Down, part_of, policy_named, take_over
 from haap_rl.faults.reactions import Reactions
 from haap_rl.faults.settings import Faults, faults_from_config
-from haap_rl.faults.tradeoff import COLUMNS, FRONT, Tradeoff
+from haap_rl.faults.tradeoff import COLUMNS, FIGURES, FRONT, Tradeoff, front_csv, read_front
 from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import uniform_plan
 from haap_rl.problem.presets import load_problem, preset
-from haap_rl.search.base import Budget, Objective, load_searcher, outside, run_search
+from haap_rl.search.base import Budget, load_searcher, outside, run_search
 from haap_rl.search.certificate import problem_key
 from haap_rl.space import moves
 from haap_rl.space.bound import lower_bound
+from haap_rl.space.initial import pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
 from haap_rl.train import main
 from tests.builders import group, plan, problem, room, stage
+from tests.space.enumerate_plans import every_plan
 
 HOUR_S = 3600.0
 OPTIONS = MecefoOptions(takeover="most_slack")
@@ -146,6 +148,15 @@ def test_without_the_memo_the_search_is_the_same(name):
     assert times[0] == pytest.approx(times[1], rel=1e-12)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_operators_are_counted_as_in_a_search_by_iteration_time(cached):
+    counts = []
+    for scorer in (None, ExpectedThroughput(faults())):
+        result = found_by("random", scorer, 20, cached=cached)
+        counts.append((result.operator_evaluations + result.operator_evaluations_avoided, result.operator_evaluations))
+    assert counts[0] == counts[1]  # of equal devices takers do more of the same
+
+
 def test_incumbents_are_priced_first_and_the_result_is_no_worse():
     best = found_by("ga", ExpectedThroughput(faults()), 200)
     started = found_by("random", ExpectedThroughput(faults()), 5, incumbents=[best.plan])
@@ -158,9 +169,8 @@ def test_incumbents_are_priced_first_and_the_result_is_no_worse():
 
 
 def test_exact_search_refuses_in_one_line():
-    objective = Objective(small(), space=SPEC, scorer=ExpectedThroughput(faults()))
     with pytest.raises(InputError, match=r"search=exact proves iteration times, not expected throughput; use") as error:
-        load_searcher("exact").search(small(), objective, np.random.default_rng(0))
+        found_by("exact", ExpectedThroughput(faults()))
     assert "\n" not in str(error.value)
 
 
@@ -204,6 +214,26 @@ def test_one_point_beats_another_if_it_is_as_good_in_all_and_better_in_one():
     assert point.beaten_by(Tradeoff(3.0, 2.5, 0.5))
     assert not point.beaten_by(point)
     assert not point.beaten_by(Tradeoff(4.0, 1.0, 1.0))
+
+
+def test_a_front_is_read_as_it_was_written(tmp_path):
+    points = [Tradeoff(3.5, 2.0, 0.5), Tradeoff(3.0, 2.5, 1.0)]
+    path = tmp_path / FRONT
+    path.write_text(front_csv((point, [4, "3 on 2x tp1 fast | 3 on 1x tp1 slow"]) for point in points))
+    assert read_front(path) == tuple(points)
+    head = ",".join(FIGURES) + "\n"
+    for text, words in (
+        ("", "first line"),
+        ("a,b\n", "first line"),
+        (head + "1,2\n", "line 2 is not"),
+        (head + "1,2,nan\n", "line 2 is not"),
+        (head + "1,2,3\n1,x,3\n", "line 3 is not"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError) as error:
+            read_front(path)
+        assert words in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_a_trace_has_no_expectation():
@@ -271,6 +301,20 @@ def test_the_command_says_what_a_plan_of_another_objective_is_worth(here, capsys
     assert result["score_s"] == result["iteration_time_s"]
     assert 0 < result["expected_throughput"]["expected_tokens_per_s"] < result["tokens_per_s"]
     assert not (here / "record" / FRONT).exists()
+
+
+def test_the_report_says_under_which_policy(here, capsys):
+    # unequal stages, of which the two policies that need whole pipelines make no use
+    target = load_problem("gpt3_350m", "v100x8")
+    units = target.model.num_units
+    uneven = plan(stage(units // 2, "v100", dp=4, size=1), stage(units - units // 2, "v100", dp=2, size=2), m=32)
+    target.validate(uneven)
+    (here / "plan.json").write_text(json.dumps(target.plan_to_json(uneven)))
+    given = ["+search=replay", "search.plan=plan.json", "model=gpt3_350m", "cluster=v100x8", "faults=mecefo_low"]
+    for policy, said in (("bamboo", "restart, as bamboo cannot be used with this plan"), ("mecefo", "mecefo;")):
+        assert main([*given, f"faults.policy={policy}", f"out={policy}"]) == 0
+        assert f"met by policy {said}" in (here / policy / "report.html").read_text()
+    assert "policy bamboo cannot be used with this plan, which is restarted instead" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -374,6 +418,56 @@ def test_whoever_takes_over_has_the_room_for_all_dead_ones():
             assert here.replicas
 
 
+def survives_by_cells(estimator, candidate, survives, backward):
+    """Whether each replica of each stage has room for as many of the largest tasks besides its own, cell by cell."""
+    keys = estimator.keys(candidate)
+    for i, here in enumerate(candidate.stages):
+        samples, held = replica_samples(here), part_of(estimator, candidate, i).held
+        left = len(samples) - survives
+        if left < 1:
+            return False
+        for r, own in enumerate(samples):
+            taken = (Task(i, own), *[Task(i, max(samples))] * survives)
+            taker = tuple(task._replace(backward=backward) for task in taken)
+            other = (Task(i, own),)
+            if estimator.cell_memory(i, r, taker, keys, left, held).missing_bytes:
+                return False
+            if left > 1 and estimator.cell_memory(i, r, other, keys, left, held).missing_bytes:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("take_over_by", ["exact", "mecefo"])
+def test_what_survives_its_count_its_bound_and_its_best_plan_are_those_of_brute_force(take_over_by):
+    groups = (
+        group("fast", per_node=3, memory_gb=room(3.2)),
+        group("slow", per_node=2, memory_gb=room(2.2), tflops=40.0),
+    )
+    target = problem(groups, {"num_layers": 4}, global_batch_size=12, seq_len=1024)
+    spec = SpaceSpec(
+        (2, 4), max_stages=2, max_tp=1, group_sizes=(1, 2, 3), recompute=("none", "full"), survives=1,
+        take_over=take_over_by,
+    )  # fmt: skip
+    space, estimator = Space(target, spec, Estimator(target)), FaultEstimator(target, options=OPTIONS)
+    plans = [(space.plan(genome), estimate) for genome, estimate in every_plan(space)]
+    fitting = [(candidate, estimate) for candidate, estimate in plans if estimate.fits]
+    kept = [
+        (candidate, estimate)
+        for candidate, estimate in fitting
+        if survives_by_cells(estimator, candidate, 1, take_over_by)
+    ]
+    assert 0 < len(kept) < len(fitting) < len(plans)
+    inside = [candidate for candidate, _ in fitting if outside(space, candidate) == ""]
+    assert inside == [candidate for candidate, _ in kept]
+    report = pruning_report(target, spec)
+    assert (report.plans, report.plans_that_fit) == (len(plans), len(kept))
+    best = min(estimate.iteration_s for _, estimate in kept)
+    assert lower_bound(target, spec).seconds <= best
+    found = run_search(load_searcher("exact"), target, Budget(evaluations=10_000), 0, spec)
+    assert found.estimate.iteration_s == best
+    assert outside(space, found.plan) == ""
+
+
 def test_reserving_room_never_lowers_the_bound_and_mecefo_never_needs_more_than_exact():
     bounds = {}
     for survives in (0, 1, 2):
@@ -426,6 +520,7 @@ def test_records_of_before_are_read_and_bad_values_refused_in_one_line():
         ({"survives": 1000}, "survives=1000"),
         ({"take_over": "naive"}, "take_over='naive'"),
         ({"survive": 1}, "survive"),
+        ({"survives": 1, "memory_aware_init": False}, "survives=1 is room in memory"),
     ):
         with pytest.raises(InputError) as error:
             SpaceSpec.from_config({**config, **changes})

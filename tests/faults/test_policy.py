@@ -259,7 +259,7 @@ def test_bamboo_on_a_sequence_of_failures_by_hand():
     ]
     # the second one loses two neighbours as well: nothing is left
     assert now((1, 0), (0, 0), (0, 1), (1, 1)) == Stopped(
-        "every pipeline has lost two stages of which one held the other's layers"
+        "no pipeline is left in which the cell before each dead one can do both stages"
     )
     # the middle stage of the first pipeline is back, beside its dead neighbour
     assert now((0, 0), (0, 1), (1, 1)) == [
@@ -282,6 +282,24 @@ def test_bamboo_keeps_room_for_the_next_stage_even_while_nothing_fails():
         assert isinstance(found, Degraded) == fits
     assert found.out_of_memory
     assert "the redundant layers do not fit" in found.reason
+
+
+def test_a_pipeline_of_bamboo_without_memory_for_two_stages_is_out_until_all_are():
+    def case(**settings):
+        estimator, healthy = pipelines(dp=2, seq_len=2048, **settings)
+        return estimator, dataclasses.replace(healthy, zero_stage=0)
+
+    estimator, healthy = case()
+    keys = estimator.keys(healthy)
+    first = estimator.cell_memory(0, 0, (Task(0, 1),), keys, 2, 2, holds=(1,)).needed_bytes
+    last = estimator.cell_memory(1, 0, (Task(1, 1),), keys, 2, 1, holds=(0,)).needed_bytes
+    both = estimator.cell_memory(0, 0, (Task(0, 1), Task(1, 1)), keys, 2, 2).needed_bytes
+    assert max(first, last) < both
+    tight, healthy = case(memory_gb=(max(first, last) + both) / 2 / GB)
+    found = action("bamboo", tight, healthy, (1, 0))
+    assert found.work == (((Task(0, 1, 0.0),), (Task(0, 1, 2.0),)), ((), (Task(1, 1, 2.0),)))
+    assert tight.degraded(found).fits
+    assert action("bamboo", tight, healthy, (1, 0), (1, 1)).out_of_memory
 
 
 def test_redundant_forward_passes_of_bamboo_cost_what_bubbles_do_not_hide():

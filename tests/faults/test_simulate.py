@@ -300,3 +300,14 @@ def test_help_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "python -m haap_rl.faults.simulate plan=FILE" in done.stdout
+
+
+def test_what_makes_no_difference_to_the_plan_is_not_noticed():
+    # 0 works, 1 is idle: it fails at 10 and 32, within the dead time 30 to 35 after 0 has failed
+    dead = Transitions(failure_s=5.0, return_s=2.0, restart_s=99.0, checkpoint_s=0.0, checkpoint_interval_s=0.0)
+    up, degraded = Response(10.0), Response(8.0)
+    reactions = Scripted(lambda down: degraded if 0 in down else up, dead)
+    run = simulate(trace((10.0, 1, FAIL), (20.0, 1, BACK), (30.0, 0, FAIL), (32.0, 1, FAIL)), reactions)
+    assert run.tokens == 300 + 65 * 8
+    assert run.seconds == Seconds(trained=95.0, transitions=5.0)
+    assert run.num_failures == 3

@@ -3,7 +3,19 @@
 import numpy as np
 import pytest
 
-from haap_rl.mecefo.failures import Cell, Grid, Outage, Restart, Schedule, affected, arriving, redrawn, takers
+from haap_rl.mecefo.failures import (
+    Cell,
+    Grid,
+    Outage,
+    Restart,
+    Restarted,
+    Schedule,
+    Timeline,
+    affected,
+    arriving,
+    redrawn,
+    takers,
+)
 from haap_rl.mecefo.options import MecefoOptions
 
 RING = MecefoOptions()
@@ -29,6 +41,18 @@ def test_at_a_refresh_boundary_a_cell_returns_with_new_projectors():
     at = options(return_rule="refresh_boundary", refresh_steps=5)
     down = [bool(Schedule((Outage(Cell(0, 0), 3, end),)).down(step, at)) for end in (4, 5, 6) for step in range(12)]
     assert [sum(down[i : i + 12]) for i in (0, 12, 24)] == [2, 2, 7]
+
+
+def test_after_a_restart_failures_go_by_the_clock_and_boundaries_by_the_training_step():
+    """Step 8, at clock 8, failed; step 5 is done at clock 12, 7 ahead."""
+    timeline = Timeline((Restarted(failed=8, failed_clock=8, step=5, clock=12),))
+    assert (timeline.clock(5), timeline.clock(9), timeline.lost, timeline.waited) == (12, 16, 3, 4)
+    schedule = Schedule((Outage(Cell(1, 0), 13, 15), Outage(Cell(0, 0), 8, 12)))
+    assert [bool(schedule.down(step, RING, timeline)) for step in range(5, 11)] == [False, True, True] + [False] * 3
+    at = options(return_rule="refresh_boundary", refresh_steps=10)  # repaired before step 8, back before step 10
+    assert [bool(schedule.down(step, at, timeline)) for step in range(5, 11)] == [False] + [True] * 4 + [False]
+    assert schedule.returns(Cell(1, 0), 6, at, timeline) == 10
+    assert schedule.returns(Cell(1, 0), 5, at, timeline) is None
 
 
 def test_the_ring_neighbour_takes_over():

@@ -1,5 +1,6 @@
 """Real processes: one is killed, its neighbour takes over, it returns, and training is as in the simulation."""
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from haap_rl.mecefo.failures import Cell, Grid, Outage, Restart, Schedule
+from haap_rl.mecefo.checkpoint import Checkpoints
+from haap_rl.mecefo.failures import Cell, Grid, Outage, Restart, Restarted, Schedule
 from haap_rl.mecefo.job import CharacterPretraining
 from haap_rl.mecefo.options import MecefoOptions
-from haap_rl.mecefo.parallel import FaultyDataParallel
+from haap_rl.mecefo.pretrain import pretrain
 from haap_rl.mecefo.processes import train_in_processes
 
 STEPS = 14
@@ -22,15 +24,11 @@ JOB = CharacterPretraining(steps=STEPS, samples=2, length=32)
 TIMEOUT_S = 20.0
 
 
-def simulated(schedule, options, ranks=3):
+def simulated(schedule, options, ranks=3, every=STEPS):
     """Losses and weights of the same training on simulated ranks."""
-    model = JOB.model()
-    optimizer, losses = JOB.optimizer(model), []
-    parallel = FaultyDataParallel(model, JOB.loss, Grid(ranks), schedule, options)
-    for step in range(STEPS):
-        losses.append(parallel.backward([JOB.batch(step, rank) for rank in range(ranks)], step))
-        JOB.update(model, optimizer, step)
-    return losses, model.state_dict()
+    checkpoints = Checkpoints(every)
+    found = pretrain(JOB, Grid(ranks), schedule, options, checkpoints=checkpoints)
+    return found.losses, checkpoints.last()[0]["model"]
 
 
 def all_equal(weights):
@@ -130,11 +128,81 @@ def test_a_rank_that_hangs_is_taken_for_dead():
     assert not multiprocessing.active_children()
 
 
-def test_when_nobody_is_left_training_restarts():
-    schedule = Schedule((Outage(Cell(0, 0), 2, 9), Outage(Cell(1, 0), 2, 9)))
-    with pytest.raises(Restart, match="no live cell is left"):
-        train_in_processes(JOB, 2, STEPS, schedule, MecefoOptions(rank=8), timeout_s=TIMEOUT_S)
+NOBODY_LEFT = Schedule((Outage(Cell(0, 0), 4, 9), Outage(Cell(1, 0), 4, 7)))
+
+
+def assert_as_simulated(run, schedule, options, ranks, every):
+    losses, weights = simulated(schedule, options, ranks, every)
+    assert run.losses == pytest.approx(losses, abs=1e-4)
+    assert sorted(run.weights) == list(range(ranks))
+    assert all_equal(run.weights)
+    assert all(torch.allclose(run.weights[0][name], weights[name], atol=1e-4) for name in weights)
+
+
+def test_when_nobody_is_left_training_waits_for_repair_and_goes_on_from_the_last_checkpoint():
+    pids: dict[int, set[int]] = {}
+    run = train_in_processes(
+        JOB,
+        2,
+        STEPS,
+        NOBODY_LEFT,
+        MecefoOptions(rank=8, refresh_steps=4),
+        timeout_s=TIMEOUT_S,
+        watch=lambda step, now: pids.setdefault(step, set()).update(now.values()),
+        checkpoints=Checkpoints(3),
+    )
+    assert [(g.members, g.begin, g.behind) for g in run.generations] == [
+        ((0, 1), 0, ()),
+        ((1,), 3, ()),
+        ((0, 1), 5, (0,)),
+    ]
+    assert run.timeline.restarts == (Restarted(failed=4, failed_clock=4, step=3, clock=7),)
+    assert len(pids[4]) == 3  # step 3 was done by the first two, and by the one that came back
+    assert_as_simulated(run, NOBODY_LEFT, MecefoOptions(rank=8, refresh_steps=4), 2, 3)
+    assert not any(is_running(pid) for step in pids for pid in pids[step])
     assert not multiprocessing.active_children()
+
+
+def test_an_overload_ends_the_ranks_that_live_if_so_asked():
+    """At clock 5 rank 0 is left alone; rank 2 is back at 7, rank 1 at 9, which is step 5, or 8 with new projectors."""
+    schedule = Schedule((Outage(Cell(1, 0), 4, 9), Outage(Cell(2, 0), 5, 7)))
+    options = MecefoOptions(rank=8, refresh_steps=4, on_overload="restart", return_rule="refresh_boundary")
+    run = train_in_processes(JOB, 3, STEPS, schedule, options, timeout_s=TIMEOUT_S, checkpoints=Checkpoints(3))
+    assert [(g.members, g.begin) for g in run.generations] == [
+        ((0, 1, 2), 0),
+        ((0, 2), 4),
+        ((0, 2), 3),
+        ((0, 1, 2), 8),
+    ]
+    assert run.timeline.restarts == (Restarted(5, 5, 3, 7),)
+    assert_as_simulated(run, schedule, options, 3, 3)
+
+
+def test_where_nobody_is_left_and_nobody_will_be_back_training_ends():
+    def kill(step, pids):
+        if step == 5:
+            for pid in pids.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(Restart, match="no live cell is left in a stage, and no repair lets training be done"):
+        train_in_processes(JOB, 2, STEPS, Schedule(), MecefoOptions(rank=8), timeout_s=TIMEOUT_S, watch=kill)
+    assert not multiprocessing.active_children()
+
+
+def test_a_training_that_was_ended_goes_on_from_its_file(tmp_path):
+    def stop(step, pids):
+        if step == 8:
+            raise KeyboardInterrupt
+
+    options = MecefoOptions(rank=8, refresh_steps=4)
+    settings = {"checkpoints": Checkpoints(3, tmp_path / "training", {"seed": 0}), "timeout_s": TIMEOUT_S}
+    with pytest.raises(KeyboardInterrupt):
+        train_in_processes(JOB, 2, STEPS, NOBODY_LEFT, options, watch=stop, **settings)
+    run = train_in_processes(JOB, 2, STEPS, NOBODY_LEFT, options, **settings)
+    assert [g.begin for g in run.generations] == [6]
+    assert (run.timeline.lost, run.timeline.waited) == (1, 3)
+    assert_as_simulated(run, NOBODY_LEFT, options, 2, 3)
 
 
 ENDLESS = """
