@@ -111,15 +111,18 @@ def best_single_change(problem: Problem, spec: SpaceSpec, estimator: Estimator, 
     """The best of all legal moves of the space on this plan, where it is a plan of the space."""
     from haap_rl.space import moves
     from haap_rl.space.space import Space
+    from haap_rl.space.target import home, sayable
 
-    space = Space(problem, spec, estimator)
     try:
+        space = Space(problem, home(problem, spec, plan), estimator)
         genome = space.genome(plan)
     except InputError as error:
         return Advice(f"no single change tried: {error}", None)
     before = estimator(plan)
     changes = [(move, moves.apply(space, genome, move)) for move in moves.edits(space)]
-    priced = [(estimator(space.plan(changed)), move) for move, changed in changes if changed is not None]
+    plans = [(space.plan(changed), move) for move, changed in changes if changed is not None]
+    says = sayable(problem, spec, estimator)
+    priced = [(estimator(other), move) for other, move in plans if says is None or says(other)]
     if not priced or min(priced, key=lambda item: item[0].rank)[0].rank >= before.rank:
         return Advice("no single change of the space helps", None)
     after, move = min(priced, key=lambda item: item[0].rank)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from haap_rl.cost.estimate import Estimate
 from haap_rl.cost.profiles import Profile
+from haap_rl.export.base import Loss
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.search.base import SearchResult
@@ -87,6 +88,17 @@ def memory_table(estimate: Estimate) -> Table:
                 group.missing_bytes,
             )
             table.add_row(str(i), group.group, *(f"{size / GIB:.2f}" for size in sizes))
+    return table
+
+
+def loss_table(target: str, losses: Sequence[Loss]) -> Table:
+    """What a trainer cannot say of a plan, what stands there instead, and the price of all of it together."""
+    table = Table(title=f"what {target} cannot say")
+    for name in ("field", "the plan", "as written", "iteration s", "fits"):
+        table.add_column(name, justify="right" if name == "iteration s" else "left")
+    for loss in losses:
+        fits = "yes" if loss.fits else "no"
+        table.add_row(loss.field, loss.plan_value, loss.written_value, f"{loss.iteration_s:.3f}", fits)
     return table
 
 

@@ -28,6 +28,7 @@ from haap_rl.search.autohaap import AutoHAAP, Kept
 from haap_rl.search.base import Budget, BudgetExhausted, Objective
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Code, Space
+from haap_rl.space.target import home, sayable
 
 EVALUATIONS, SEED = 2000, 0  # of each search
 MOST_DEVICE_TYPES = 3  # that are asked about, those with most devices in the plan
@@ -70,6 +71,7 @@ class WhatIf:
 
 def what_if(problem: Problem, spec: SpaceSpec, plan: Plan, profile: Profile | None = None) -> WhatIf:
     """What every change of `changes` would buy; the same answer every time."""
+    spec = home(problem, spec, plan)  # where the target of the space has parts, the one that the plan is in
     price = Estimator(problem, profile=profile)
     near = _near(spec.num_microbatches, plan.num_microbatches)
     best = _planned(problem, replace(spec, num_microbatches=near), [plan], profile)
@@ -191,7 +193,8 @@ def _planned(problem: Problem, spec: SpaceSpec, known: Sequence[Plan], profile: 
 
     An objective rather than `run_search`: neither the bound nor the pruning count is needed, which take longer.
     """
-    objective = Objective(problem, Budget(EVALUATIONS + len(known)), spec, profile=profile)
+    allowed = sayable(problem, spec, Estimator(problem, profile=profile))
+    objective = Objective(problem, Budget(EVALUATIONS + len(known)), spec, profile=profile, allowed=allowed)
     ranks = [objective(plan).rank for plan in known]
     codes = [_code(objective.space, plan) for plan in known]
     starts = [Kept(rank, code) for rank, code in zip(ranks, codes, strict=True) if code is not None]
@@ -201,9 +204,9 @@ def _planned(problem: Problem, spec: SpaceSpec, known: Sequence[Plan], profile: 
             searcher.descend(objective, rng, kept=starts)
         if objective.space.feasible_microbatches:
             searcher.search(problem, objective, rng)
-    if objective.best is None:
+    if objective.best is None and allowed is None:
         raise AssertionError("plans were priced, and none was the best")
-    return objective.best[0]
+    return known[0] if objective.best is None else objective.best[0]
 
 
 def _legal(problem: Problem, plan: Plan) -> bool:

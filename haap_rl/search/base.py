@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
@@ -34,13 +34,15 @@ from haap_rl.cost.profiles import Profile
 from haap_rl.problem.cluster import GIB
 from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int
 from haap_rl.problem.plan import Plan, Problem
-from haap_rl.space.bound import lower_bound
+from haap_rl.space.bound import bound_of_part, lower_bound
 from haap_rl.space.initial import PruningReport, no_plan_fits, pruning_report
-from haap_rl.space.options import SpaceSpec
+from haap_rl.space.options import SpaceSpec, stage_options
 from haap_rl.space.space import Code, Codes, Genome, Space
+from haap_rl.space.target import parts, sayable
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+PARTS_AT_ONCE = 8  # parts of a space that what is left of a budget is divided among
 OPTIMAL_WITHIN = 1e-9  # relative: the rounding of the schedule's sums
 ENTRY_POINT_GROUP = "haap_rl.searchers"  # where installed packages offer theirs
 
@@ -237,6 +239,7 @@ class Objective:
     `cached` False: no memo, no tables, no compiled code, every plan priced anew by the readable estimator; same values.
     `scorer` None: plans are ranked by their iteration time; else by what it gives, which then stands for iteration time
     in Prices, ranks, trace and `best_s`. The estimate of a plan is always that of its iteration.
+    `allowed` None: every plan may be kept; else those it says yes to. The others are priced and counted all the same.
     """
 
     def __init__(
@@ -250,6 +253,7 @@ class Objective:
         on_log: Log | None = None,
         profile: Profile | None = None,
         scorer: Scorer | None = None,
+        allowed: Callable[[Plan], bool] | None = None,
     ) -> None:
         self.problem, self.budget, self.lower_bound_s, self.cached = problem, budget, lower_bound_s, cached
         self.scorer = scorer
@@ -268,6 +272,8 @@ class Objective:
         self._on_progress, self._on_log = on_progress, on_log
         self._kernel: CompiledPrices | None = None
         self._started = time.perf_counter()
+        self._budget_from: tuple[int, float] = 0, 0.0  # evaluations and seconds before the present budget
+        self.allowed = allowed
 
     def __deepcopy__(self, memo: dict[int, object]) -> Objective:
         """Itself: Gymnasium deep-copies the arguments of `make`, and a copy would count apart."""
@@ -283,15 +289,15 @@ class Objective:
         """Evaluations left, or None where they are not limited."""
         if self.budget is None or self.budget.evaluations is None:
             return None
-        return self.budget.evaluations - self.evaluations
+        return self.budget.evaluations - (self.evaluations - self._budget_from[0])
 
     @property
     def used(self) -> float:
         """Share of the budget that is spent, by whichever of its limits is nearer; 0 without one."""
         evaluations, seconds = (None, None) if self.budget is None else (self.budget.evaluations, self.budget.seconds)
         return max(
-            0.0 if evaluations is None else self.evaluations / evaluations,
-            0.0 if seconds is None else self.seconds / seconds,
+            0.0 if evaluations is None else (self.evaluations - self._budget_from[0]) / evaluations,
+            0.0 if seconds is None else (self.seconds - self._budget_from[1]) / seconds,
         )
 
     @property
@@ -342,8 +348,20 @@ class Objective:
 
     def check_seconds(self) -> None:
         """Raise BudgetExhausted if the seconds are spent; for work that prices nothing."""
-        if self.budget is not None and self.budget.seconds is not None and self.seconds > self.budget.seconds:
+        if self.budget is None or self.budget.seconds is None:
+            return
+        if self.seconds - self._budget_from[1] > self.budget.seconds:
             raise BudgetExhausted
+
+    def enter(self, space: SpaceSpec, budget: Budget, lower_bound_s: float) -> None:
+        """Go on in another declared space, a part of the whole, with a budget and a bound of its own.
+
+        The best plan so far, the trace and all counts stay.
+        """
+        _ = self.best  # kept as a row, it would mean another plan there
+        self.space = Space(self.problem, space, self.estimator)
+        self.budget, self.lower_bound_s, self._kernel = budget, lower_bound_s, None
+        self._budget_from = self.evaluations, self.seconds
 
     def many(self, codes: Codes, limit_s: float = math.inf) -> Prices:
         """Prices of a batch of the space's plans, one row each (`Space.encode`), counted one by one.
@@ -417,13 +435,18 @@ class Objective:
                 better = np.flatnonzero((prices.bytes_missing == 0) & (prices.iteration_s < rank[2])).tolist()
             found = None
             for i in better:
-                if rank is None or prices.rank(i) < rank:
+                if (rank is None or prices.rank(i) < rank) and self._may_keep(plan_of(i)):
                     rank, found = prices.rank(i), i
                     self.trace.append(self._state(first + i, rank))
             if found is not None:
                 self.best_rank, self._best = rank, plan_of(found)
         if self._on_progress is not None:
             self._on_progress(self)
+
+    def _may_keep(self, offered: tuple[Plan, Estimate] | Code) -> bool:
+        if self.allowed is None:
+            return True
+        return self.allowed(self._plan_of(offered) if isinstance(offered, np.ndarray) else offered[0])
 
     def prove(self, lower_bound_s: float) -> None:
         """Take note that no plan of the space takes less than `lower_bound_s` seconds."""
@@ -591,32 +614,46 @@ def run_search(
         raise InputError(refusal)
     compile_kernels()
     getattr(searcher, "prepare", compile_kernels)()
-    bound = lower_bound(problem, spec, profile)
+    curves = Estimator(problem, profile=profile)
+    bounds = {part: bound_of_part(problem, part, curves).seconds for part in parts(problem, spec)}
+    bound_s = min(bounds.values())
     pruning = pruning_report(problem, spec, profile)
-    if on_start is not None and bound.seconds != np.inf:
+    if on_start is not None and bound_s != np.inf:
         on_start()
-    proven_s = max(bound.seconds, proven_s)
-    objective = Objective(problem, budget, spec, cached, on_progress, proven_s, on_log, profile, scorer)
+    proven_s = max(bound_s, proven_s)
+    first = min(bounds, key=bounds.__getitem__)
+    allowed = sayable(problem, spec, curves)
+    objective = Objective(problem, budget, first, cached, on_progress, proven_s, on_log, profile, scorer, allowed)
     stopped_by, reason = "finished", ""
-    if bound.seconds == np.inf:
+    if bound_s == np.inf:
         stopped_by = "infeasible"
-        reason = no_plan_fits(problem, spec, objective.space.options, objective.estimator)
+        reason = no_plan_fits(problem, spec, stage_options(problem, spec), objective.estimator)
     else:
         try:
             for plan in incumbents:
                 objective(plan)
-            searcher.search(problem, objective, np.random.default_rng(seed))
+            rng = np.random.default_rng(seed)
+            if len(bounds) == 1:
+                searcher.search(problem, objective, rng)
+            else:
+                _search_parts(searcher, problem, objective, rng, bounds, budget)
         except BudgetExhausted:
             stopped_by = "budget"
         except KeyboardInterrupt:
             stopped_by = "interrupted"
+    if len(bounds) > 1:
+        objective.lower_bound_s = max(min(bounds.values()), proven_s)
     objective.record()
     best = objective.best
+    if spec.target is not None and best is not None and best[1].fits:
+        objective.note(_limit_note(problem, spec, profile, objective))
     if best is not None and not best[1].fits:
         reason = f"no plan that was tried fits; the closest misses {best[1].bytes_missing / GIB:.2f} GiB in all"
         best = None
     if best is None and not reason:
         reason = "the search ended before it tried a plan"
+        if objective.evaluations and spec.target is not None:
+            reason = f"no plan that was tried can be written for space.target={spec.target}"
     estimator = objective.estimator
     return SearchResult(
         plan=best[0] if best else None,
@@ -631,18 +668,71 @@ def run_search(
         proven_optimal=(
             best is not None
             and objective.best_s <= objective.lower_bound_s * (1 + OPTIMAL_WITHIN)
-            and not outside(objective.space, best[0])
+            and any(not outside(Space(problem, part, estimator), best[0]) for part in bounds)
         ),
         stopped_by=stopped_by,
         reason=reason,
         seed=seed,
         pruning=pruning,
-        artifacts=_artifacts(searcher, scorer) if stopped_by != "infeasible" else {},
+        # what a searcher made for one part says nothing of the others
+        artifacts=_artifacts(searcher, scorer) if stopped_by != "infeasible" and len(bounds) == 1 else {},
         profile=profile,
         notes=(*objective.notes, *(scorer.lines(best[0]) if scorer is not None and best else ())),
         profile_gaps=estimator.gaps(best[0]) if best else (),
         score_s=objective.best_s if best else None,
         scored=scorer.facts(best[0]) if scorer is not None and best else None,
+    )
+
+
+def _search_parts(
+    searcher: Searcher,
+    problem: Problem,
+    objective: Objective,
+    rng: np.random.Generator,
+    bounds: dict[SpaceSpec, float],
+    budget: Budget,
+) -> None:
+    """Search the parts of a space, those with the lowest bounds first, until each is finished or can hold no better
+    plan. Raises BudgetExhausted if the budget ends before.
+
+    bounds: what no plan of each part can beat; raised in place to what the searches prove. Each search is given a share
+    of what is left of the budget, so that the first ones get most of it.
+    """
+    waiting = [part for part in sorted(bounds, key=bounds.__getitem__) if bounds[part] < np.inf]
+    while waiting:
+        for part in list(waiting):
+            if bounds[part] >= objective.best_s:
+                waiting.remove(part)
+                continue
+            objective.enter(part, _share(budget, objective, min(PARTS_AT_ONCE, len(waiting))), bounds[part])
+            try:
+                searcher.search(problem, objective, rng)
+                waiting.remove(part)
+            except BudgetExhausted:
+                pass
+            finally:
+                bounds[part] = max(bounds[part], objective.lower_bound_s)
+
+
+def _share(budget: Budget, objective: Objective, among: int) -> Budget:
+    """An equal share of what is left of `budget`. Raises BudgetExhausted if that is nothing."""
+    evaluations, seconds = None, None
+    if budget.evaluations is not None:
+        evaluations = -(-(budget.evaluations - objective.evaluations) // among)
+    if budget.seconds is not None:
+        seconds = (budget.seconds - objective.seconds) / among
+    if (evaluations is not None and evaluations <= 0) or (seconds is not None and seconds <= 0):
+        raise BudgetExhausted
+    return Budget(evaluations, seconds)
+
+
+def _limit_note(problem: Problem, spec: SpaceSpec, profile: Profile | None, objective: Objective) -> str:
+    """What the limit to one trainer costs, as far as bounds tell."""
+    free_s = lower_bound(problem, replace(spec, target=None), profile).seconds
+    return (
+        f"limited to what {spec.target} can be told: no such plan is faster than {objective.lower_bound_s:.3f} s, and "
+        f"without the limit none than {free_s:.3f} s (proven); the limit costs at most "
+        f"{objective.best_s / free_s - 1:.1%}"
     )
 
 

@@ -74,6 +74,8 @@ def problem_key(problem: Problem, spec: SpaceSpec) -> str:
     text = repr((problem, replace(spec, **ABLATIONS)))
     if spec.survives:
         text += repr((spec.survives, spec.take_over))
+    if spec.target is not None:
+        text += repr((spec.target, spec.fixed_tp))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

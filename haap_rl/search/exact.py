@@ -46,7 +46,7 @@ from haap_rl.cost import kernels
 from haap_rl.cost.compiling import ready
 from haap_rl.cost.estimator import FIRST, LAST, fingerprint
 from haap_rl.cost.stage_tables import StageTables
-from haap_rl.problem.errors import positive_int, yes_or_no
+from haap_rl.problem.errors import InputError, positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
 from haap_rl.search import exact_kernels
 from haap_rl.search.autohaap import AutoHAAP
@@ -96,6 +96,11 @@ class Exact:
         ready("exact search", warm_up)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
+        if objective.allowed is not None and objective.space.spec.fixed_tp is None:
+            raise InputError(
+                f"search=exact: space.target={objective.space.spec.target} limits plans by the hosts that their stages "
+                "sit on, which is not proven about; use another search, or target megatron or torchtitan"
+            )
         self.prepare()
         proof = Proof(objective, self.nodes, self.type_contiguous)
         try:

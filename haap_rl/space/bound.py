@@ -28,6 +28,7 @@ from haap_rl.cost.profiles import Profile
 from haap_rl.problem.plan import Problem
 from haap_rl.space.initial import Room
 from haap_rl.space.options import Option, SpaceSpec, Tables, stage_options
+from haap_rl.space.target import parts
 
 INFEASIBLE = 2  # status of scipy's linprog
 Floats = npt.NDArray[np.float64]
@@ -46,8 +47,13 @@ def lower_bound(problem: Problem, spec: SpaceSpec, profile: Profile | None = Non
 
     profile: that of the estimator whose plans are bounded.
     """
-    options = stage_options(problem, spec)
     estimator = Estimator(problem, profile=profile)
+    return min((bound_of_part(problem, part, estimator) for part in parts(problem, spec)), key=lambda b: b.seconds)
+
+
+def bound_of_part(problem: Problem, spec: SpaceSpec, estimator: Estimator) -> Bound:
+    """The same of a space that is one part (`space.target.parts`)."""
+    options = stage_options(problem, spec)
     num_devices = tuple(group.num_devices for group in problem.cluster.groups)
     best = Bound(np.inf, None)
     for m in sorted(spec.num_microbatches):

@@ -26,6 +26,7 @@ from haap_rl.space.options import (
     device_slices,
     stage_options,
 )
+from haap_rl.space.target import parts
 
 MOST_STATES = 300_000  # of "devices left per group", beyond which devices are counted in coarser units
 MOST_COUNTED = 2e9  # additions, beyond which plans are not counted: some seconds
@@ -142,15 +143,30 @@ class PruningReport:
 
 def pruning_report(problem: Problem, spec: SpaceSpec, profile: Profile | None = None) -> PruningReport:
     """Count the declared space and its memory-feasible part, whatever the ablation switches say."""
-    options = stage_options(problem, spec)
     estimator = Estimator(problem, profile=profile)
+    every = parts(problem, spec)
+    reports = [_count_part(problem, part, estimator, MOST_COUNTED / len(every)) for part in every]
+    legal, fitting, plans, plans_that_fit = zip(
+        *((r.options, r.options_that_fit, r.plans, r.plans_that_fit) for r in reports), strict=True
+    )
+    return PruningReport(sum(legal), sum(fitting), _sum(plans), _sum(plans_that_fit))
+
+
+def _sum(counts: Sequence[float | None]) -> float | None:
+    """The sum of counts, None where one is not known."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _count_part(problem: Problem, spec: SpaceSpec, estimator: Estimator, most_counted: float) -> PruningReport:
+    options = stage_options(problem, spec)
     num_devices = tuple(group.num_devices for group in problem.cluster.groups)
     legal = fitting = 0
     plans: float | None = 0.0
     plans_that_fit: float | None = 0.0
     kinds = len({option.uses(len(num_devices)) for option in options})
     states = math.prod(n + 1 for n in num_devices) * (problem.model.num_layers + 1)
-    if states * kinds * spec.max_stages * 2 * len(spec.num_microbatches) > MOST_COUNTED:
+    if states * kinds * spec.max_stages * 2 * len(spec.num_microbatches) > most_counted:
         plans = plans_that_fit = None
     for m in spec.num_microbatches:
         if problem.global_batch_size % m:

@@ -19,6 +19,7 @@ from haap_rl.problem.errors import InputError, check_keys, positive_int, shown
 from haap_rl.problem.model import Unit
 from haap_rl.problem.plan import RECOMPUTE_MODES, Problem
 
+TRAINERS = ("megatron", "torchtitan", "flagscale")  # names of `export.targets`
 TAKE_OVERS = ("exact", "mecefo")
 MOST_SURVIVED = 1000
 PROJECTOR_RANK = 64  # values per FFN matrix and column that a MeCeFO taker keeps (default of `mecefo.options`)
@@ -33,6 +34,8 @@ class SpaceSpec:
     survives: dead replicas that a stage can lose while a live one does their work besides its own: it has more replicas
     than that, and each of its devices the memory. take_over: whether that work is done as it is (`exact`) or with
     MeCeFO's backward pass (`mecefo`), which keeps less.
+    target: only plans that this trainer can be told without loss (`space/target.py`); None: all. fixed_tp: the tp of
+    every stage; set for the parts of such a space, never by a person.
     The last two switches ablate ideas of the paper and change where searchers look, never what is legal or proven.
     """
 
@@ -48,6 +51,8 @@ class SpaceSpec:
     # not in the repr, by which certificates know a space that reserves nothing
     survives: int = field(default=0, repr=False)
     take_over: str = field(default="exact", repr=False)
+    target: str | None = field(default=None, repr=False)
+    fixed_tp: int | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "group_sizes"):
@@ -71,6 +76,8 @@ class SpaceSpec:
             )
         if self.take_over not in TAKE_OVERS:
             raise InputError(f"space: take_over={shown(self.take_over)} is not one of {', '.join(TAKE_OVERS)}")
+        if self.target is not None and (not isinstance(self.target, str) or self.target not in TRAINERS):
+            raise InputError(f"space: target={shown(self.target)} is not null or one of {', '.join(TRAINERS)}")
         if self.survives and not self.memory_aware_init:
             raise InputError(
                 f"space: survives={self.survives} is room in memory, which memory_aware_init=false does not look at; "
@@ -83,8 +90,8 @@ class SpaceSpec:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SpaceSpec:
         """SpaceSpec from the mapping of a `conf/space/*.yaml`."""
-        younger = ("survives", "take_over")  # records of before have neither
-        check_keys("space", config, [f.name for f in fields(cls) if f.name not in younger], younger)
+        younger = ("survives", "take_over", "target")  # records of before have none of them
+        check_keys("space", config, [f.name for f in fields(cls) if f.name not in (*younger, "fixed_tp")], younger)
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in config.items()
         }
@@ -144,6 +151,8 @@ def stage_options(problem: Problem, spec: SpaceSpec) -> tuple[Option, ...]:
     for index, group in enumerate(problem.cluster.groups):
         for size in sorted(spec.group_sizes):
             for tp in range(1, min(size, spec.max_tp, group.devices_per_node) + 1):
+                if spec.fixed_tp not in (None, tp):
+                    continue
                 if size > group.num_devices or size % tp or problem.seq_len % tp or not problem.model.allows_tp(tp):
                     continue
                 shapes.append((index, tp, size // tp))

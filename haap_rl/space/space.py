@@ -15,6 +15,7 @@ from haap_rl.problem.plan import Plan, Problem, Recompute, RecomputeMode, Replic
 from haap_rl.space.balance import even_split, water_fill
 from haap_rl.space.initial import Room, draw_options, no_plan_fits
 from haap_rl.space.options import SEQUENCE_PARALLEL, Option, Partner, SpaceSpec, Tables, replica_sizes, stage_options
+from haap_rl.space.target import parts
 
 if TYPE_CHECKING:
     from haap_rl.cost.stage_tables import StageTables
@@ -44,6 +45,11 @@ class Space:
     """
 
     def __init__(self, problem: Problem, spec: SpaceSpec, estimator: Estimator) -> None:
+        if parts(problem, spec) != (spec,):
+            raise InputError(
+                f"space: target={spec.target} is the union of several spaces, of one tp, dp and recomputation each, "
+                "and only `run_search` goes through them; leave target null here"
+            )
         self.problem, self.spec, self.estimator = problem, spec, estimator
         self.options = stage_options(problem, spec)
         self.option_index = {option: k for k, option in enumerate(self.options)}

@@ -1,0 +1,1 @@
+"""Plan files for stock trainers: exact, or with every loss named and priced."""
