@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
 
 from haap_rl.problem.errors import InputError
 from haap_rl.runtime.groups import Groups, device_of
@@ -109,7 +108,7 @@ def serve(pipe: Connection, rank: int, world_size: int, port: int, kind: str, ti
     member: Member | None = None
     try:
         later = datetime.timedelta(seconds=LATER * timeout_s)
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=later)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=later)  # type: ignore[attr-defined]
         dist.init_process_group(backend(kind), store=store, rank=rank, world_size=world_size, timeout=later)
         if kind == "cuda":
             torch.cuda.set_device(device_of(rank, kind))
@@ -163,7 +162,9 @@ class Session:
             raise InputError(f"runtime: processes={ranks} on one machine; use at most {MOST_RANKS}, or torchrun")
         self.ranks, self.timeout_s = ranks, timeout_s
         try:
-            self._store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, is_master=True, wait_for_workers=False
+            )
         except RuntimeError:  # torch's DistNetworkError
             raise InputError(
                 f"runtime: port={port} cannot be used on this machine, most likely it is in use; give another, or "

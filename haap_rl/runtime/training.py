@@ -19,6 +19,16 @@ from haap_rl.runtime.session import Member
 from haap_rl.runtime.updates import BETAS, EPSILON
 
 
+class Tolerance(NamedTuple):
+    """How far a plan may be from one process: rounding in another order, over some ten steps."""
+
+    loss: float
+    weight: float
+
+
+WITHIN = {"float32": Tolerance(1e-5, 1e-5), "float64": Tolerance(1e-12, 1e-10)}
+
+
 class Checkpoint(NamedTuple):
     """A training after `step` steps: {kind: {name: whole tensor}} of weights and moments, whatever the plan."""
 
