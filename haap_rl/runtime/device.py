@@ -87,13 +87,15 @@ def imposed(estimator: Estimator, plan: Plan, scale: float = 1.0) -> Pacing:
                 replica.microbatch_size,
                 plan.sequence_parallel,
             )
-            pairs = [_targets(estimator, key, unit, mode, scale) for unit, mode in zip(units, modes, strict=True)]
+            pairs = [unit_targets(estimator, key, unit, mode, scale) for unit, mode in zip(units, modes, strict=True)]
             groups.append(_stage_table(estimator, cost, i, pairs, scale))
         tables.append(tuple(groups))
     return Pacing("imposed", tuple(tables))
 
 
-def _targets(estimator: Estimator, key: UnitKey, unit: Unit, mode: str, scale: float) -> tuple[Target, Target]:
+def unit_targets(
+    estimator: Estimator, key: UnitKey, unit: Unit, mode: str, scale: float = 1.0
+) -> tuple[Target, Target]:
     """Forward and backward of one unit; what is recomputed repeats the forward's collectives."""
     seconds = estimator.unit_time(key._replace(unit=unit))
     forward_reduces, backward_reduces = ALL_REDUCES[unit]

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from haap_rl.problem.plan import Plan
+from haap_rl.problem.plan import Plan, ReplicaGroup, Stage
 from haap_rl.runtime.schedule import operations
 
 Direction = Literal["down", "up"]  # activations to the next stage, gradients to the one before
@@ -126,6 +126,11 @@ def routes(plan: Plan, samples: int) -> Routes:
         num_microbatches=plan.num_microbatches,
         samples=samples,
     )
+
+
+def routes_of_replicas(tp: int, dp: int) -> Routes:
+    """The Routes of one stage of dp replicas of tp ranks, a sample each: who meets whom, without a model."""
+    return routes(Plan((Stage(1, (ReplicaGroup("here", tp, dp, 1),)),), 1), dp)
 
 
 def _messages(
