@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.grid import csv_text
+from experiments.grid import csv_text, version
 from experiments.paper.table import markdown
 from experiments.stored import stored
 from haap_rl import configs
@@ -411,7 +411,7 @@ def plan_to_run(options: Mapping[str, Any]) -> int:
     job = tiny(problem)
     try:
         with Session(problem.cluster.num_devices) as session:
-            settings = {"model": MODEL.name, "slower": SLOWER, "repeats": repeats, "sizes": list(SIZES)}
+            settings = {"version": version(), "slower": SLOWER, "repeats": repeats, "sizes": list(SIZES)}
 
             def profiles() -> dict[str, Any]:
                 table = device_table(session, problem, repeats)

@@ -38,14 +38,15 @@ class StageTable(NamedTuple):
     """What is imposed on the ranks of one replica group of a stage.
 
     forward, backward    per unit of the stage
-    extra_s              of each pass besides: the host's time, and its part of the transfers
+    before_forward_s, before_backward_s  of a pass besides: its part of the transfers, and of a forward the host's time
     down_s, up_s         that activations from the stage before, gradients from the stage after, are on their way
     sync_s, optimizer_s  per step
     """
 
     forward: tuple[Target, ...]
     backward: tuple[Target, ...]
-    extra_s: float
+    before_forward_s: float
+    before_backward_s: float
     down_s: float
     up_s: float
     sync_s: float
@@ -118,7 +119,8 @@ def _stage_table(
     return StageTable(
         forward=forward,
         backward=backward,
-        extra_s=scale * (estimator.framework.host_microbatch_s + stage.blocked_s / 2),
+        before_forward_s=scale * (estimator.framework.host_microbatch_s + stage.blocked_s / 2),
+        before_backward_s=scale * stage.blocked_s / 2,
         down_s=scale * cost.delays_s[i - 1] if i else 0.0,
         up_s=scale * cost.delays_s[i] if i < len(cost.stages) - 1 else 0.0,
         sync_s=scale * stage.gradient_sync_s,
@@ -134,9 +136,11 @@ class Pacer:
         self.paced = self.overran = 0
         self._until = 0.0
 
-    def begin(self) -> None:
+    def begin(self, is_forward: bool = True) -> None:
         """A pass begins now, with the time that the table gives it besides its units."""
-        self._until = time.monotonic() + (self.table.extra_s if self.table is not None else 0.0)
+        self._until = time.monotonic()
+        if self.table is not None:
+            self._until += self.table.before_forward_s if is_forward else self.table.before_backward_s
 
     def unit(self, target: Target | None, elapsed_s: float, cpu_s: float, collective_s: float) -> None:
         """A unit took so long; wait until it has lasted. Waiting too long is made up for within a pass."""

@@ -229,7 +229,7 @@ class Worker:
         gradient = None if last else self._receive("up", microbatch)
         self.watch("backward", microbatch)
         start, before_s = time.monotonic(), self.ranks.collective_s
-        self.pacer.begin()
+        self.pacer.begin(is_forward=False)
         kept = self._kept[microbatch]
         for n in reversed(range(len(self.units))):
             unit, (given, output, state) = self.units[n], kept.pop()

@@ -130,14 +130,17 @@ def test_ctrl_c_ends_all_ranks(plan_file, tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
-def test_under_torchrun(plan_file, tmp_path):
+def test_under_torchrun(tmp_path):
+    plan = Plan((Stage(16, (ReplicaGroup("v100", 1, 1, 4),)), Stage(10, (ReplicaGroup("t4", 1, 1, 4),))), 2)
+    plan_file = tmp_path / "plan.json"
+    plan_file.write_text(json.dumps(PROBLEM.plan_to_json(plan)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "envs")])}
     out = tmp_path / "out"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-addr=127.0.0.1",
-        "--master-port=0", "-m", "haap_rl.runtime", f"plan={plan_file}", *GIVEN, "steps=1", "check=true", f"out={out}",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "haap_rl.runtime",
+        f"plan={plan_file}", *GIVEN, "steps=1", "timeout_s=30", "check=true", f"out={out}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("losses differ by at most") == 1
-    assert json.loads((out / "runtime.json").read_text())["ranks"] == 4
+    assert json.loads((out / "runtime.json").read_text())["ranks"] == 2

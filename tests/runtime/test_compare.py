@@ -111,7 +111,8 @@ def test_an_imposed_table_holds_the_whole_of_a_stage():
         for groups, priced in zip(imposed(estimator, chosen, 2.0).tables, cost.stages, strict=True):
             for targets, wanted in (("forward", priced.forward_s), ("backward", priced.backward_s)):
                 longest = max(
-                    table.extra_s + math.fsum(t.compute_s + t.collective_s for t in getattr(table, targets))
+                    getattr(table, f"before_{targets}_s")
+                    + math.fsum(t.compute_s + t.collective_s for t in getattr(table, targets))
                     for table in groups
                 )
                 assert longest == pytest.approx(2.0 * wanted, rel=1e-9)
