@@ -426,7 +426,12 @@ def plan_to_run(options: Mapping[str, Any]) -> int:
             alone, _ = one_process(job, steps)
             runs = []
             for name, plan in plans.items():
-                settings = {"plan": problem.plan_to_json(plan), "steps": steps, "table": table.checksum}
+                settings = {
+                    "version": version(),
+                    "plan": problem.plan_to_json(plan),
+                    "steps": steps,
+                    "table": table.checksum,
+                }
                 pacing = imposed(given, plan)
                 data = stored(
                     folder / f"{name.replace(' ', '-')}.json",
