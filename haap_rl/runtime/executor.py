@@ -171,6 +171,8 @@ class Worker:
         return ids[begin + self.place.first : begin + self.place.end]
 
     def _note(self, kind: str, microbatch: int, start: float, collective_s: float = 0.0) -> None:
+        if self.device.type == "cuda":  # what was launched counts when it is done
+            torch.cuda.synchronize(self.device)
         now = time.monotonic()
         self.events.append(Event(kind, microbatch, start - self._begun, now - self._begun, collective_s))
 

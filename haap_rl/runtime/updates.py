@@ -170,12 +170,14 @@ class Updates:
         mine = shard(total, cut, place.tp_index, place.tp)
         own[name] = mine if place.replica == 0 else torch.zeros_like(mine)
 
-    def clip(self) -> float:
-        """Scale the gradient to the job's largest norm; its norm before that.
+    def clip(self) -> None:
+        """Scale the gradient to the job's largest norm, if it has one.
 
         Every value of the model counts once: sharded weights on each tensor-parallel rank, whole ones on one of them,
         replicas not again, and a tied embedding on the first stage.
         """
+        if not self.job.clip_norm:
+            return
         squares = torch.zeros((), dtype=torch.float64)
         for piece in self.pieces:
             if piece.size == 1 and self.place.replica:
@@ -194,12 +196,10 @@ class Updates:
             squares += (gradient * keep).double().square().sum().cpu()
         dist.all_reduce(squares, group=self.groups.control(self.routes.num_ranks))
         norm = float(squares.sqrt())
-        if self.job.clip_norm:
-            scale = min(1.0, self.job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-            for piece in self.pieces:
-                assert piece.chunk.grad is not None
-                piece.chunk.grad.mul_(scale)
-        return norm
+        scale = min(1.0, self.job.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        for piece in self.pieces:
+            assert piece.chunk.grad is not None
+            piece.chunk.grad.mul_(scale)
 
     def apply(self) -> None:
         """One step of AdamW on this rank's chunks."""
