@@ -16,15 +16,19 @@ from haap_rl.runtime.executor import Event, Report
 
 
 class StageMeasured(NamedTuple):
-    """Seconds of one stage: per micro-batch the slowest rank's, of the update the last one's to arrive (the others
-    wait for it); down_s, up_s: that activations for it, gradients for it, were on their way, None where it never
-    waited for them."""
+    """Seconds of one stage: per micro-batch the slowest rank's; of the update the last one's to arrive, for whom the
+    others wait.
+
+    down_s, up_s  that activations for it, gradients for it, were on their way; None where it never waited for them
+    tie_s         of summing a tied embedding's gradient over the first and the last stage, where it holds one
+    """
 
     forward_s: float
     backward_s: float
     collective_s: float  # of forward and backward together, in tensor-parallel collectives
     down_s: float | None
     up_s: float | None
+    tie_s: float | None
     reduce_s: float
     clip_s: float
     optimizer_s: float
@@ -87,6 +91,7 @@ def measure(reports: Sequence[Report], num_microbatches: int) -> Measured:
 def _stages(reports: Sequence[Report], step: int, num_stages: int) -> list[StageMeasured]:
     of_stage = [[r.events[step] for r in reports if r.place.stage == i] for i in range(num_stages)]
     found = []
+    ties = [event.seconds for ranks in of_stage for events in ranks for event in events if event.kind == "tie"]
     for i, ranks in enumerate(of_stage):
         found.append(
             StageMeasured(
@@ -95,6 +100,8 @@ def _stages(reports: Sequence[Report], step: int, num_stages: int) -> list[Stage
                 collective_s=max(_mean_collective(events) for events in ranks),
                 down_s=_on_their_way(of_stage[i - 1], ranks, "forward") if i else None,
                 up_s=_on_their_way(of_stage[i + 1], ranks, "backward") if i < num_stages - 1 else None,
+                # the first and the last stage wait for each other there
+                tie_s=min(ties) if ties and i in (0, num_stages - 1) else None,
                 reduce_s=_last(ranks, "sync"),
                 clip_s=_last(ranks, "clip"),
                 optimizer_s=max(_one(events, "optimizer").seconds for events in ranks),
@@ -164,6 +171,8 @@ def replay_s(stages: Sequence[StageMeasured], num_microbatches: int) -> float:
         [stage.up_s or 0.0 for stage in stages[:-1]],
         num_microbatches,
     )
+    if stages[0].tie_s is not None:
+        ends[0] = ends[-1] = max(ends[0], ends[-1]) + stages[0].tie_s
     summed = max(end + stage.reduce_s for end, stage in zip(ends, stages, strict=True))
     tail = max(stage.optimizer_s + stage.gather_s for stage in stages)
     return summed + min(stage.clip_s for stage in stages) + tail
@@ -176,7 +185,7 @@ def rows(estimate: Estimate, found: Measured, scale: float = 1.0) -> list[Row]:
         table += [
             Row(i, "forward", scale * stage.forward_s, seen.forward_s),
             Row(i, "backward", scale * stage.backward_s, seen.backward_s),
-            Row(i, "gradient sync", scale * stage.gradient_sync_s, seen.reduce_s + seen.gather_s),
+            Row(i, "gradient sync", scale * stage.gradient_sync_s, (seen.tie_s or 0.0) + seen.reduce_s + seen.gather_s),
             Row(i, "optimiser", scale * stage.optimizer_s, seen.optimizer_s),
         ]
         if i:

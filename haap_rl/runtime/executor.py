@@ -33,7 +33,8 @@ State = dict[str, dict[str, Tensor]]
 class Event(NamedTuple):
     """Something a rank did, in seconds from the step's beginning; collective_s of it in tensor-parallel collectives.
 
-    kind: "forward", "backward", "wait forward", "wait backward" (for its input), "sync", "clip", "optimizer", "gather"
+    kind: "forward", "backward", "wait forward", "wait backward" (for its input), "tie" (a tied
+    embedding), "sync", "clip", "optimizer", "gather"
     """
 
     kind: str
@@ -324,6 +325,7 @@ class Worker:
         table = self.pacer.table
         sync_s, optimizer_s = (table.sync_s / 2, table.optimizer_s) if table is not None else (0.0, 0.0)
         parts: tuple[tuple[str, Callable[[], object], float], ...] = (
+            *((("tie", self.updates.tie, 0.0),) if self.updates.ties else ()),
             ("sync", self.updates.reduce, sync_s),
             ("clip", self.updates.clip, 0.0),
             ("optimizer", self.updates.apply, optimizer_s),

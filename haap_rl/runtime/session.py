@@ -35,9 +35,20 @@ LATER = (
 MOST_RANKS = 128  # processes of one machine
 DOING = (
     "starting", "idle", "begin", "forward", "backward", "wait forward", "wait backward",
-    "send", "sync", "clip", "optimizer", "gather", "loss", "state",
+    "send", "tie", "sync", "clip", "optimizer", "gather", "loss", "state",
 )  # fmt: skip
-WAITS = ("begin", "wait forward", "wait backward", "send", "sync", "clip", "gather", "loss", "state")  # for others
+WAITS = (
+    "begin",
+    "wait forward",
+    "wait backward",
+    "send",
+    "tie",
+    "sync",
+    "clip",
+    "gather",
+    "loss",
+    "state",
+)  # for others
 NOTED = 4  # numbers that a rank notes: stage, index in DOING, micro-batch, since when
 POLL_S = 0.2
 

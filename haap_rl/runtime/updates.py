@@ -137,10 +137,15 @@ class Updates:
             for name, parameter in self.parameters.items()
         }
 
+    @property
+    def ties(self) -> bool:
+        """Whether this rank holds one of two copies of a tied embedding, on the first and the last stage."""
+        tied = self.job.model.tied_embeddings and len(self.routes.stages) > 1
+        return tied and self.place.stage in (0, len(self.routes.stages) - 1)
+
     def reduce(self) -> None:
         """Sum gradients over the replicas, into the chunks that this rank updates."""
         own = self.gradients()
-        self._tie(own)
         for piece in self.pieces:
             flat = piece.flat(own)
             if piece.size > 1:
@@ -153,22 +158,19 @@ class Updates:
                     dist.all_reduce(flat, group=piece.group)
                 piece.chunk.grad = flat
 
-    def _tie(self, own: dict[str, Tensor]) -> None:
+    def tie(self) -> None:
         """Sum the gradient of a tied embedding over the first and the last stage.
 
         One replica of each stage then has all of it and the others nothing, so that the sum over replicas is right.
         """
-        if not self.job.model.tied_embeddings or len(self.routes.stages) == 1:
-            return
-        name = next((name for name in ("embedding.tokens", TIED) if name in own), None)
-        if name is None:
-            return
-        cut, place = self.cuts[name], self.place
-        total = torch.zeros(cut.shape, dtype=own[name].dtype, device=own[name].device)
-        shard(total, cut, place.tp_index, place.tp).copy_(own[name])
-        dist.all_reduce(total, group=self.groups.of(self.routes.outer_ranks))
+        name = next(name for name in ("embedding.tokens", TIED) if name in self.parameters)
+        parameter, cut, place = self.parameters[name], self.cuts[name], self.place
+        total = torch.zeros(cut.shape, dtype=parameter.dtype, device=parameter.device)
         mine = shard(total, cut, place.tp_index, place.tp)
-        own[name] = mine if place.replica == 0 else torch.zeros_like(mine)
+        if parameter.grad is not None:
+            mine.copy_(parameter.grad)
+        dist.all_reduce(total, group=self.groups.of(self.routes.outer_ranks))
+        parameter.grad = mine if place.replica == 0 else torch.zeros_like(mine)
 
     def clip(self) -> None:
         """Scale the gradient to the job's largest norm, if it has one.

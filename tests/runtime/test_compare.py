@@ -17,7 +17,15 @@ MILLI = 1e-3
 
 
 def whole_seconds(forward, backward, **others):
-    zeros = {"collective_s": 0.0, "down_s": None, "up_s": None, "reduce_s": 0.0, "clip_s": 0.0, "optimizer_s": 0.0}
+    zeros = {
+        "collective_s": 0.0,
+        "down_s": None,
+        "up_s": None,
+        "tie_s": None,
+        "reduce_s": 0.0,
+        "clip_s": 0.0,
+        "optimizer_s": 0.0,
+    }
     return StageMeasured(forward, backward, **{**zeros, "gather_s": 0.0, **others})
 
 
@@ -57,9 +65,9 @@ def test_what_is_measured_by_hand():
     assert found.in_flight == (1, 1) == expected_in_flight(2, 1)
     assert found.activation_bytes == (100, 50)
     assert found.overrun_share == pytest.approx(4 / 30)
-    assert found.stages[0] == (1, 1.5, 0, None, 0.5, 1, 0.5, 0.25, 0.25)
+    assert found.stages[0] == (1, 1.5, 0, None, 0.5, None, 1, 0.5, 0.25, 0.25)
     # the slowest replica's backward; the sync of the one that came last
-    assert found.stages[1] == (0.75, 4, 0, 0.25, None, 0.5, 2.5, 0.5, 0.25)
+    assert found.stages[1] == (0.75, 4, 0, 0.25, None, None, 0.5, 2.5, 0.5, 0.25)
     trace = chrome_trace([first, *late])["traceEvents"]
     assert {entry["ph"] for entry in trace} == {"M", "X"}
     assert sum(entry.get("dur", 0) for entry in trace if entry["tid"] == 0) == pytest.approx(10e6)
