@@ -61,7 +61,7 @@ SEQ_LEN, BATCH = 128, 24
 SLOWER = {"fast": 4.0, "slow": 10.0}  # than a thread of this machine
 DEVICES = {"fast": 2, "slow": 4}
 # inside a node and between nodes; more than what messages between processes here really take
-INSIDE, BETWEEN = Link(1e-3, 50e9), Link(3e-3, 12.5e9)
+INSIDE, BETWEEN = Link(3e-3, 50e9), Link(5e-3, 12.5e9)
 SPACE = SpaceSpec(
     num_microbatches=(4, 6, 12), max_stages=5, max_tp=2, group_sizes=(1, 2, 4), recompute=("none",), zero_stage=1
 )

@@ -114,16 +114,16 @@ def _trained(
     from haap_rl.runtime.training import train
 
     timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
-    arguments = (job, plan, steps, pacing, begin, True)
+    arguments = (job, plan, steps, pacing, begin, config["check"] or config["save"] is not None)
     needed = sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
     if under_torchrun():
         _enough(needed, int(os.environ["WORLD_SIZE"]))
         with from_torchrun(timeout_s) as member:
             mine = train(member, *arguments)
-            found: list[Trained] = [mine] * member.world_size
+            found: list[Any] | None = [None] * member.world_size if member.rank == 0 else None
             member.groups.prepare_world()
-            dist.all_gather_object(found, mine, group=member.groups.control(member.world_size))
-        return found
+            dist.gather_object(mine, found, dst=0, group=member.groups.control(member.world_size))
+        return found or []
     processes = needed if config["processes"] is None else config["processes"]
     processes = positive_int("runtime", "processes", processes)
     _enough(needed, processes)
@@ -163,7 +163,6 @@ def _told(
 
     reports = [trained.report for trained in found if trained.report is not None]
     checkpoint = found[0].checkpoint
-    assert checkpoint is not None
     losses = reports[0].losses
     seen = measure(reports, plan.num_microbatches)
     scale = float(config["time_scale"]) if config["pacing"] == "imposed" else 1.0
@@ -191,7 +190,7 @@ def _told(
     status = 0
     console = Console(width=None if sys.stdout.isatty() else 120)
     lines: list[str] = []
-    if check:
+    if check and checkpoint is not None:
         status = _checked(job, losses, checkpoint, begin, result, lines)
     console.print(_table(table, config["pacing"]))
     lines += _lines(config["pacing"], seen, result)
@@ -207,7 +206,7 @@ def _told(
         "trace.json": to_json_text(chrome_trace(reports)).encode(),
     }
     write_files(directory, files)
-    if config["save"] is not None:
+    if config["save"] is not None and checkpoint is not None:
         path = Path(str(config["save"]))
         write_files(path.parent, {path.name: checkpoint_bytes(checkpoint, job)})
         lines.append(f"checkpoint after {checkpoint.step} steps: {path}")
