@@ -5,8 +5,8 @@ imposed  as long as a table says, by sleeping after tiny real work: compute is g
          transfer or a collective takes; order, routes, waiting and overhead are real. Deterministic, fit for tests.
 dilated  k times its own thread's CPU time, k by device group: compute is measured; it needs quiet cores
 
-A compute operation that took longer than it was to last is an overrun. A run in which more than 2 % overran is no
-evidence of anything.
+An operation (a pass of a micro-batch through a stage, an optimiser's step) whose own work took longer than it was to
+last is an overrun. A run in which more than 2 % overran is no evidence of anything.
 """
 
 from __future__ import annotations
@@ -135,12 +135,19 @@ class Pacer:
         self.mode, self.table, self.dilation = mode, table, dilation
         self.paced = self.overran = 0
         self._until = 0.0
+        self._spare_s = 0.0  # of the pass: what its compute was to last, less what its work took
 
     def begin(self, is_forward: bool = True) -> None:
         """A pass begins now, with the time that the table gives it besides its units."""
-        self._until = time.monotonic()
+        before_s = 0.0
         if self.table is not None:
-            self._until += self.table.before_forward_s if is_forward else self.table.before_backward_s
+            before_s = self.table.before_forward_s if is_forward else self.table.before_backward_s
+        self._until, self._spare_s = time.monotonic() + before_s, before_s
+
+    def end(self) -> None:
+        """The pass is over."""
+        if self.mode != "native":
+            self._count(self._spare_s)
 
     def unit(self, target: Target | None, elapsed_s: float, cpu_s: float, collective_s: float) -> None:
         """A unit took so long; wait until it has lasted. Waiting too long is made up for within a pass."""
@@ -151,7 +158,7 @@ class Pacer:
             compute_s = self.dilation * cpu_s
         else:
             return
-        self._lasting(real_s, compute_s)
+        self._spare_s += compute_s - real_s
         self._until += compute_s + collective_s
         sleep_until(self._until)
 
@@ -159,12 +166,12 @@ class Pacer:
         """Wait until what began at `begun` has lasted for `seconds`, where a table imposes it."""
         if self.table is not None:
             if is_compute:
-                self._lasting(time.monotonic() - begun, seconds)
+                self._count(begun + seconds - time.monotonic())
             sleep_until(begun + seconds)
 
-    def _lasting(self, real_s: float, wanted_s: float) -> None:
+    def _count(self, spare_s: float) -> None:
         self.paced += 1
-        self.overran += real_s > wanted_s
+        self.overran += spare_s < 0
 
 
 def pacer_of(pacing: Pacing, stage: int, replica_group: int, group: str) -> Pacer:

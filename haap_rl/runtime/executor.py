@@ -54,7 +54,7 @@ class Report(NamedTuple):
     events            per step
     in_flight         most micro-batches whose activations were held at once
     activation_bytes  most bytes kept for backward passes at once, in the first step
-    paced, overran    operations that were to last, and those that took longer
+    paced, overran    operations that were to last, and those that took longer, without the first of several steps
     """
 
     place: Place
@@ -200,6 +200,7 @@ class Worker:
         self.in_flight = max(self.in_flight, len(self._kept))
         if not self.steps:
             self.activation_bytes = max(self.activation_bytes, sum(self._weights.values()))
+        self.pacer.end()
         self._note("forward", microbatch, start, self.ranks.collective_s - before_s)
         self._send("down", microbatch, hidden)
         return loss
@@ -245,6 +246,7 @@ class Worker:
                 torch.autograd.backward(output, gradient)
             gradient = given.grad
         del self._kept[microbatch], self._weights[microbatch]
+        self.pacer.end()
         self._note("backward", microbatch, start, self.ranks.collective_s - before_s)
         if gradient is not None:
             self._send("up", microbatch, gradient)

@@ -49,6 +49,7 @@ WAITS = (
     "loss",
     "state",
 )  # for others
+TOLD = 3  # exit status of a rank that has said what was wrong
 NOTED = 4  # numbers that a rank notes: stage, index in DOING, micro-batch, since when
 POLL_S = 0.2
 
@@ -139,7 +140,7 @@ def serve(pipe: Connection, rank: int, world_size: int, port: int, kind: str, ti
         lost = isinstance(error, RuntimeError) and member is not None and member.doing[0] in WAITS
         brief = str(error).strip().splitlines()[0][:200] if lost else traceback.format_exc()
         _tell(pipe, Failed(f"{doing}: {brief}", False, lost))
-    os._exit(1)  # no destructor of a broken group may block
+    os._exit(TOLD)  # no destructor of a broken group may block
 
 
 def _tell(pipe: Connection, message: Failed) -> None:
@@ -279,7 +280,7 @@ class Session:
         until = time.monotonic() + 2.0
         while time.monotonic() < until:
             for rank, process in enumerate(self._processes):
-                if process.exitcode is not None and process.exitcode < 0:
+                if process.exitcode not in (None, TOLD):
                     raise RankError(self._died(rank))
             time.sleep(POLL_S)
         raise RankError(f"runtime: {message.text}; all ranks were ended")

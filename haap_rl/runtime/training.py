@@ -74,6 +74,8 @@ def train(
     losses: list[float] = []
     events: list[tuple[Event, ...]] = []
     for step in range(worker.steps, worker.steps + steps):
+        if len(losses) == 1:  # the first step is slower: it counts for losses only
+            worker.pacer.paced = worker.pacer.overran = 0
         losses.append(worker.step(job.batch(step)))
         events.append(tuple(worker.events))
     checkpoint = None

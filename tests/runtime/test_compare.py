@@ -80,6 +80,11 @@ def test_an_operation_lasts_as_long_as_imposed_and_overruns_are_counted():
     pacer.unit(Target(0.02, 0.001), elapsed_s=0.004, cpu_s=0.0, collective_s=0.003)  # its collectives took longer
     pacer.unit(Target(0.02, 0.005), elapsed_s=0.031, cpu_s=0.0, collective_s=0.001)  # and here its compute
     assert pacer._until - begun == pytest.approx(0.023 + 0.025)
+    pacer.end()  # 19 ms to spare in one unit, 10 too much in the other
+    assert (pacer.paced, pacer.overran) == (1, 0)
+    pacer.begin()
+    pacer.unit(Target(0.02, 0.0), elapsed_s=0.021, cpu_s=0.0, collective_s=0.0)
+    pacer.end()
     assert (pacer.paced, pacer.overran) == (2, 1)
     dilated = Pacer("dilated", dilation=10.0)
     dilated.begin()
