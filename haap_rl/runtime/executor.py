@@ -7,6 +7,7 @@ can be timed, paced, recomputed and weighed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -123,6 +124,7 @@ class Worker:
         self._weights: dict[int, int] = {}  # bytes kept per micro-batch in flight
         self._awaited: dict[tuple[Direction, int], list[tuple[Message, Tensor, Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
+        self._first = True  # whether no step was done yet
         self._begun = 0.0
         self._samples = range(0)  # of the global batch, in the pass that runs
 
@@ -151,6 +153,7 @@ class Worker:
         self.watch("loss", -1)
         dist.all_reduce(losses, group=self.groups.control(self.routes.num_ranks))
         self.steps += 1
+        self._first = False
         return float(losses) / self.job.num_tokens
 
     def _begin(self) -> None:
@@ -196,9 +199,11 @@ class Worker:
         if self.place.stage == len(self.routes.stages) - 1:
             loss = hidden
         self._kept[microbatch] = kept
-        self._weights[microbatch] = sum(bytes_kept.values())
+        # of what is recomputed only the input is kept
+        inputs = sum(unit.input.nbytes for unit in kept if unit.output is None)
+        self._weights[microbatch] = sum(bytes_kept.values()) + inputs
         self.in_flight = max(self.in_flight, len(self._kept))
-        if not self.steps:
+        if self._first:
             self.activation_bytes = max(self.activation_bytes, sum(self._weights.values()))
         self.pacer.end()
         self._note("forward", microbatch, start, self.ranks.collective_s - before_s)
@@ -258,8 +263,8 @@ class Worker:
 
     def _weighing(self, found: dict[int, int]) -> Any:
         """Notes the bytes that autograd keeps, each storage once, weights left out; in the first step only."""
-        if self.steps:
-            return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        if not self._first:
+            return contextlib.nullcontext()
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.parameters.values()}
 
         def note(tensor: Tensor) -> Tensor:
