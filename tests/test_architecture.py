@@ -93,6 +93,19 @@ def test_only_the_profile_command_measures_and_measuring_needs_only_problem_and_
         assert {room(name) for name in imports(path) if name.startswith("haap_rl.")} <= {"problem", "cost", "measure"}
 
 
+def test_the_runtime_sits_on_problem_and_cost_and_only_its_command_draws_and_writes():
+    for path in (ROOT / "haap_rl" / "runtime").glob("*.py"):
+        allowed = {"problem", "cost", "runtime"} | ({"configs", "tracking"} if path.name == "__main__.py" else set())
+        assert {room(name) for name in imports(path) if name.startswith("haap_rl.")} <= allowed, path
+    for name in ("routes", "schedule"):
+        assert not {found.split(".")[0] for found in imports(ROOT / "haap_rl" / "runtime" / f"{name}.py")} & {
+            "torch", "numpy",
+        }, name  # fmt: skip
+    for path in [*(ROOT / "haap_rl").rglob("*.py"), *(ROOT / "envs").rglob("*.py")]:
+        if path.parent.name != "runtime":
+            assert not any(name.startswith("haap_rl.runtime") for name in imports(path)), path
+
+
 def test_the_training_mechanism_imports_nothing_of_ours_and_its_options_no_torch():
     for path in (ROOT / "haap_rl" / "mecefo").glob("*.py"):
         ours = [name for name in imports(path) if name.split(".")[0] in ("haap_rl", "haap_envs", "experiments")]

@@ -1,0 +1,280 @@
+"""Run a plan: `python -m haap_rl.runtime plan=FILE steps=10 check=true [device=imposed]`, by itself or under torchrun.
+
+Trains the plan with one process per rank, compares with one process if asked to, prints what was predicted and measured
+by stage and part, and writes runtime.json and trace.json.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from haap_rl import configs
+from haap_rl.problem.errors import InputError, check_keys, positive_float, positive_int, shown, yes_or_no
+from haap_rl.problem.plan import Plan, Problem
+
+if TYPE_CHECKING:
+    from haap_rl.cost.estimate import Estimate
+    from haap_rl.cost.estimator import Estimator
+    from haap_rl.runtime.compare import Measured, Row
+    from haap_rl.runtime.device import Pacing
+    from haap_rl.runtime.job import Job
+    from haap_rl.runtime.training import Checkpoint, Trained
+
+SIZES = ("tiny", "full")
+KEYS = (
+    "model", "cluster", "problem", "estimator", "plan", "steps", "check", "size", "dtype", "seed", "pacing",
+    "time_scale", "dilation", "processes", "port", "timeout_s", "load", "save", "out",
+)  # fmt: skip
+
+
+def run(config: dict[str, Any], directory: Path) -> int:
+    """Run the plan that `config` names; the exit status: 1 where it differs from one process, 130 interrupted.
+
+    Raises InputError for bad input, and where a rank dies or hangs; all processes are ended then.
+    """
+    from haap_rl.cost.estimator import Estimator
+    from haap_rl.cost.profile_files import profile_from_config
+    from haap_rl.problem.presets import problem_from_config
+    from haap_rl.runtime.session import under_torchrun
+    from haap_rl.tracking.record import check_writable
+
+    check_keys("configuration", config, KEYS)
+    problem = problem_from_config(config["model"], config["cluster"], config["problem"])
+    plan = problem.load_plan(str(config["plan"]))
+    cached, profile = profile_from_config(config["estimator"])
+    estimator = Estimator(problem, cached, profile=profile)
+    steps = positive_int("runtime", "steps", config["steps"])
+    check = yes_or_no("runtime", "check", config["check"])
+    job = _job(problem, plan, config)
+    pacing = _pacing(estimator, plan, config)
+    begin = _checkpoint(config, job)
+    first = int(os.environ.get("RANK", "0")) == 0 if under_torchrun() else True
+    if first:
+        check_writable(directory)
+        if config["save"] is not None:
+            check_writable(Path(str(config["save"])).parent)
+    try:
+        found = _trained(config, job, plan, steps, pacing, begin)
+    except KeyboardInterrupt:
+        print("haap_rl: interrupted; all ranks were ended", file=sys.stderr)
+        return 130
+    return _told(config, directory, job, plan, estimator(plan), check, begin, found) if first else 0
+
+
+def _job(problem: Problem, plan: Plan, config: dict[str, Any]) -> Job:
+    from haap_rl.runtime.job import DTYPES, check_runs, full_size, tiny
+
+    if config["size"] not in SIZES:
+        raise InputError(f"runtime: size={shown(config['size'])} is not one of {', '.join(SIZES)}")
+    if config["dtype"] not in DTYPES:
+        raise InputError(f"runtime: dtype={shown(config['dtype'])} is not one of {', '.join(DTYPES)}")
+    if type(config["seed"]) is not int or not 0 <= config["seed"] < 2**31:
+        raise InputError(f"runtime: seed={shown(config['seed'])} must be a whole number from 0 to 2^31 - 1")
+    job = (tiny if config["size"] == "tiny" else full_size)(problem, config["dtype"], config["seed"])
+    check_runs(job, plan)
+    return job
+
+
+def _pacing(estimator: Estimator, plan: Plan, config: dict[str, Any]) -> Pacing:
+    from haap_rl.runtime.device import MODES, NATIVE, Pacing, imposed
+
+    mode = config["pacing"]
+    if mode not in MODES:
+        raise InputError(f"runtime: device={shown(mode)} is not one of {', '.join(MODES)}")
+    scale = positive_float("runtime", "time_scale", config["time_scale"])
+    dilation = positive_float("runtime", "dilation", config["dilation"])
+    if mode == "imposed":
+        return imposed(estimator, plan, scale)
+    if mode == "native":
+        return NATIVE
+    precision = estimator.problem.precision
+    peaks = {group.name: group.device.peak(precision) for group in estimator.problem.cluster.groups}
+    return Pacing("dilated", dilation={name: dilation * max(peaks.values()) / peak for name, peak in peaks.items()})
+
+
+def _checkpoint(config: dict[str, Any], job: Job) -> Checkpoint | None:
+    from haap_rl.runtime.checkpoint import load_checkpoint
+
+    return None if config["load"] is None else load_checkpoint(Path(str(config["load"])), job)
+
+
+def _trained(
+    config: dict[str, Any], job: Job, plan: Plan, steps: int, pacing: Pacing, begin: Checkpoint | None
+) -> list[Trained]:
+    """What all ranks bring back; under torchrun this process is one of them."""
+    import torch
+    import torch.distributed as dist
+
+    from haap_rl.runtime.session import Session, from_torchrun, under_torchrun
+    from haap_rl.runtime.training import train
+
+    timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
+    arguments = (job, plan, steps, pacing, begin, config["check"] or config["save"] is not None)
+    needed = sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
+    if under_torchrun():
+        _enough(needed, int(os.environ["WORLD_SIZE"]))
+        with from_torchrun(timeout_s) as member:
+            mine = train(member, *arguments)
+            found: list[Any] | None = [None] * member.world_size if member.rank == 0 else None
+            member.groups.prepare_world()
+            dist.gather_object(mine, found, dst=0, group=member.groups.control(member.world_size))
+        return found or []
+    processes = needed if config["processes"] is None else config["processes"]
+    processes = positive_int("runtime", "processes", processes)
+    _enough(needed, processes)
+    port = config["port"]
+    if type(port) is not int or not 0 <= port < 2**16:
+        raise InputError(f"runtime: port={shown(port)} must be a whole number from 0 to 65535; 0 takes a free one")
+    kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "cpu"
+    with Session(processes, kind, port, timeout_s) as session:
+        return session.call(train, *arguments)
+
+
+def _enough(needed: int, processes: int) -> None:
+    if needed > processes:
+        raise InputError(
+            f"runtime: the plan needs {needed} ranks and there are processes={processes}; start more, or choose a "
+            "plan of fewer devices"
+        )
+
+
+def _told(
+    config: dict[str, Any],
+    directory: Path,
+    job: Job,
+    plan: Plan,
+    cost: Estimate,
+    check: bool,
+    begin: Checkpoint | None,
+    found: Sequence[Trained],
+) -> int:
+    """Compare, print and write; the exit status."""
+    from rich.console import Console
+
+    from haap_rl.runtime.checkpoint import checkpoint_bytes
+    from haap_rl.runtime.compare import chrome_trace, expected_in_flight, measure, rows
+    from haap_rl.runtime.device import MOST_OVERRUN
+    from haap_rl.tracking.record import to_json_text, write_files
+
+    reports = [trained.report for trained in found if trained.report is not None]
+    checkpoint = found[0].checkpoint
+    losses = reports[0].losses
+    seen = measure(reports, plan.num_microbatches)
+    scale = float(config["time_scale"]) if config["pacing"] == "imposed" else 1.0
+    table = rows(cost, seen, scale)
+    expected = expected_in_flight(len(plan.stages), plan.num_microbatches)
+    result: dict[str, Any] = {
+        "model": job.model.name,
+        "size": config["size"],
+        "device": config["pacing"],
+        "ranks": len(reports),
+        "machine_load": os.getloadavg()[0],
+        "losses": list(losses),
+        "predicted_iteration_time_s": scale * cost.iteration_s,
+        "measured_iteration_time_s": seen.iteration_s,
+        "measured_spread": seen.spread,
+        "error": scale * cost.iteration_s / seen.iteration_s - 1.0,
+        "replayed_iteration_time_s": seen.replayed_s,
+        "replay_error": seen.replay_error,
+        "overrun_share": seen.overrun_share,
+        "in_flight": list(seen.in_flight),
+        "predicted_in_flight": list(expected),
+        "activation_bytes": list(seen.activation_bytes),
+        "parts": [row._asdict() for row in table],
+    }
+    status = 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    lines: list[str] = []
+    if check and checkpoint is not None:
+        status = _checked(job, losses, checkpoint, begin, result, lines)
+    console.print(_table(table, config["pacing"]))
+    lines += _lines(config["pacing"], seen, result)
+    if seen.in_flight != expected:
+        lines.append(f"in flight {seen.in_flight}, the memory model has {expected}")
+    if seen.overrun_share > MOST_OVERRUN:
+        lines.append(
+            f"{seen.overrun_share:.1%} of the operations overran, more than {MOST_OVERRUN:.0%}: these times are no "
+            "evidence; try a larger time_scale or a quieter machine"
+        )
+    files = {
+        "runtime.json": to_json_text(result).encode(),
+        "trace.json": to_json_text(chrome_trace(reports)).encode(),
+    }
+    write_files(directory, files)
+    if config["save"] is not None and checkpoint is not None:
+        path = Path(str(config["save"]))
+        write_files(path.parent, {path.name: checkpoint_bytes(checkpoint, job)})
+        lines.append(f"checkpoint after {checkpoint.step} steps: {path}")
+    lines.append(f"written: {directory}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    return status
+
+
+def _checked(
+    job: Job,
+    losses: Sequence[float],
+    checkpoint: Checkpoint,
+    begin: Checkpoint | None,
+    result: dict[str, Any],
+    lines: list[str],
+) -> int:
+    """Train the same in one process, and say how far apart the two are; 1 where that is too far."""
+    from haap_rl.runtime.training import WITHIN, one_process
+
+    alone, weights = one_process(job, len(losses), begin)
+    apart = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
+    trained = checkpoint.state["weights"]
+    weights_apart = max(float((trained[name] - weight).abs().max()) for name, weight in weights.items())
+    result.update(one_process_losses=alone, max_loss_difference=apart, max_weight_difference=weights_apart)
+    good = apart <= WITHIN[job.dtype].loss and weights_apart <= WITHIN[job.dtype].weight
+    lines.append(
+        f"against one process, {len(losses)} steps: losses differ by at most {apart:.1e}, weights by "
+        f"{weights_apart:.1e}" + ("" if good else "; that is too much, the plan is NOT trained right")
+    )
+    return 0 if good else 1
+
+
+def _table(table: Sequence[Row], mode: str) -> Any:
+    from rich.table import Table
+
+    whose = "this machine" if mode == "native" else f"{mode} here"
+    shown_table = Table(title=f"ms per micro-batch; sync and optimiser per step; measured: {whose}")
+    for name in ("stage", "part", "predicted", "measured", "error"):
+        shown_table.add_column(name, justify="left" if name == "part" else "right")
+    for row in table:
+        measured = "-" if row.measured_s is None else f"{1e3 * row.measured_s:.2f}"
+        known = row.measured_s and row.predicted_s
+        error = f"{row.predicted_s / row.measured_s - 1:+.1%}" if known and row.measured_s else "-"
+        shown_table.add_row(str(row.stage), row.part, f"{1e3 * row.predicted_s:.2f}", measured, error)
+    return shown_table
+
+
+def _lines(mode: str, seen: Measured, result: dict[str, Any]) -> list[str]:
+    predicted = result["predicted_iteration_time_s"]
+    lines = [
+        f"iteration: predicted {predicted:.4f} s, measured {seen.iteration_s:.4f} s ({result['error']:+.1%}); by the "
+        f"schedule from measured times {seen.replayed_s:.4f} s ({seen.replay_error:+.1%})",
+        f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}; overrun {seen.overrun_share:.1%}; load of the "
+        f"machine {result['machine_load']:.1f}",
+    ]
+    if mode != "imposed":
+        lines.append("predicted is for the plan's cluster, measured is this machine; device=imposed compares the two")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status (see `haap_rl.configs`)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # to Hydra `device=` is a choice of conf/device; here it says how long things last
+    renamed = [re.sub("^device=", "pacing=", argument) for argument in arguments]
+    return configs.run("runtime", run, renamed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

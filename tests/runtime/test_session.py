@@ -1,0 +1,107 @@
+"""Whatever goes wrong, one line names it, and no process stays behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from haap_rl.problem.errors import InputError
+from haap_rl.runtime.session import RankError, Session
+from haap_rl.runtime.training import train
+from tests.runtime import planted
+from tests.runtime.plans import GPT, PLANS, job, problem
+
+JOB = job(problem(GPT))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "zombie" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+
+
+def all_gone(pids, within_s=20.0):
+    until = time.monotonic() + within_s
+    while time.monotonic() < until and any(map(is_running, pids)):
+        time.sleep(0.1)
+    return not any(map(is_running, pids))
+
+
+def test_a_rank_that_dies_is_named_and_all_are_ended():
+    with Session(3, timeout_s=20.0) as session:
+        pids = session.pids
+        with pytest.raises(RankError) as error:
+            session.call(planted.die_in_backward, 1, JOB, PLANS["three stages"], 2)
+    assert "rank 1 (stage 1) in 'backward' of micro-batch 1" in str(error.value)
+    assert "SIGKILL" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert all_gone(pids)
+
+
+def test_a_rank_that_hangs_is_named_not_those_that_wait_for_it():
+    with Session(3, timeout_s=3.0) as session:
+        pids = session.pids
+        with pytest.raises(RankError, match=r"rank 1 \(stage 1\) in 'forward' of micro-batch 0: nothing for 3 s"):
+            session.call(planted.hang_in_forward, 1, JOB, PLANS["three stages"], 2)
+    assert all_gone(pids)
+
+
+def test_an_error_of_our_own_is_reported_whole():
+    with Session(1) as session, pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        session.call(divide)
+
+
+def divide(member):
+    return 1 // (member.world_size - 1)
+
+
+def test_a_plan_of_more_ranks_than_processes_is_one_line():
+    with Session(1) as session, pytest.raises(InputError, match="needs 3 ranks and there are 1"):
+        session.call(train, JOB, PLANS["three stages"], 1)
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"port={port} cannot be used"):
+            Session(1, port=port)
+
+
+INTERRUPTED = """
+import sys, time
+from haap_rl.runtime.session import Session
+
+def wait(member):
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with Session(2) as session:
+        print(*session.pids, flush=True)
+        session.call(time.sleep, 1000) if len(sys.argv) > 2 else session.call(wait)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_stays_behind_when_the_driver_is_ended(tmp_path, number):
+    script = tmp_path / "driver.py"
+    script.write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "envs")])}
+    driver = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    pids = [int(word) for word in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(is_running, pids))
+    driver.send_signal(number)
+    driver.wait(timeout=20)
+    assert all_gone(pids)
