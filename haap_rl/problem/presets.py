@@ -62,11 +62,17 @@ def preset(group: str, name: str) -> dict[str, Any]:
 
 
 def _merged(group: str, name: str) -> dict[str, Any]:
-    """The file of a group over those in its Hydra list `defaults`, later ones over earlier ones."""
+    """The file of a group over the files that it shares with others, those in its Hydra list `defaults` with a `_`.
+
+    A list of anything else (an experiment's, that chooses of other groups) stays as it is.
+    """
     with open(Path(conf_dir(), group, f"{name}.yaml"), encoding="utf-8") as file:
         own = dict(yaml.safe_load(file) or {})
-    below = [entry for entry in own.pop("defaults", []) if entry != "_self_"]  # which is last in all of ours
-    return {key: value for part in (*(_merged(group, entry) for entry in below), own) for key, value in part.items()}
+    shared = [entry for entry in own.get("defaults", []) if isinstance(entry, str) and entry != "_self_"]
+    if not shared:
+        return own
+    own.pop("defaults")
+    return {key: value for part in (*(_merged(group, entry) for entry in shared), own) for key, value in part.items()}
 
 
 def resolved(model: Mapping[str, Any], cluster: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from haap_rl.runtime.compare import Measured, Row
     from haap_rl.runtime.device import Pacing
     from haap_rl.runtime.job import Job
+    from haap_rl.runtime.survival import Survived
     from haap_rl.runtime.training import Checkpoint, Trained
 
 SIZES = ("tiny", "full")
 KEYS = (
     "model", "cluster", "problem", "estimator", "plan", "steps", "check", "size", "dtype", "seed", "pacing",
-    "time_scale", "dilation", "processes", "port", "timeout_s", "load", "save", "out",
+    "time_scale", "dilation", "processes", "port", "timeout_s", "load", "save", "then", "every", "out",
 )  # fmt: skip
 
 
@@ -59,11 +60,17 @@ def run(config: dict[str, Any], directory: Path) -> int:
         if config["save"] is not None:
             check_writable(Path(str(config["save"])).parent)
     try:
-        found = _trained(config, job, plan, steps, pacing, begin)
+        if config["then"] is not None:
+            survived = _survived(config, problem, estimator, job, plan, steps, pacing, begin)
+            if survived.why:
+                print(f"{survived.why}; {config['then']} goes on from the checkpoint", flush=True)
+            found, plan, before = survived.found, survived.plan, survived.before
+        else:
+            found, before = _trained(config, job, plan, steps, pacing, begin), []
     except KeyboardInterrupt:
         print("haap_rl: interrupted; all ranks were ended", file=sys.stderr)
         return 130
-    return _told(config, directory, job, plan, estimator(plan), check, begin, found) if first else 0
+    return _told(config, directory, job, plan, estimator(plan), check, begin, found, before) if first else 0
 
 
 def _job(problem: Problem, plan: Plan, config: dict[str, Any]) -> Job:
@@ -127,12 +134,44 @@ def _trained(
     processes = needed if config["processes"] is None else config["processes"]
     processes = positive_int("runtime", "processes", processes)
     _enough(needed, processes)
-    port = config["port"]
-    if type(port) is not int or not 0 <= port < 2**16:
-        raise InputError(f"runtime: port={shown(port)} must be a whole number from 0 to 65535; 0 takes a free one")
+    port = _port(config)
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "cpu"
     with Session(processes, kind, port, timeout_s) as session:
         return session.call(train, *arguments)
+
+
+def _survived(
+    config: dict[str, Any],
+    problem: Problem,
+    estimator: Estimator,
+    job: Job,
+    plan: Plan,
+    steps: int,
+    pacing: Pacing,
+    begin: Checkpoint | None,
+) -> Survived:
+    """Train in pieces, another plan being ready."""
+    from haap_rl.runtime.job import check_runs
+    from haap_rl.runtime.session import under_torchrun
+    from haap_rl.runtime.survival import train_in_pieces
+
+    if under_torchrun() or config["processes"] is not None:
+        raise InputError(
+            "runtime: then= starts processes itself, as many as a plan needs; leave out processes, torchrun"
+        )
+    other = problem.load_plan(str(config["then"]))
+    check_runs(job, other)
+    every = positive_int("runtime", "every", config["every"])
+    timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
+    pacings = pacing, _pacing(estimator, other, config)
+    return train_in_pieces(job, (plan, other), pacings, steps, every, begin, "cpu", _port(config), timeout_s)
+
+
+def _port(config: dict[str, Any]) -> int:
+    port = config["port"]
+    if type(port) is not int or not 0 <= port < 2**16:
+        raise InputError(f"runtime: port={shown(port)} must be a whole number from 0 to 65535; 0 takes a free one")
+    return port
 
 
 def _enough(needed: int, processes: int) -> None:
@@ -152,8 +191,9 @@ def _told(
     check: bool,
     begin: Checkpoint | None,
     found: Sequence[Trained],
+    before: Sequence[float],
 ) -> int:
-    """Compare, print and write; the exit status."""
+    """Compare, print and write; the exit status. before: losses of steps that an earlier plan or piece trained."""
     from rich.console import Console
 
     from haap_rl.runtime.checkpoint import checkpoint_bytes
@@ -163,7 +203,7 @@ def _told(
 
     reports = [trained.report for trained in found if trained.report is not None]
     checkpoint = found[0].checkpoint
-    losses = reports[0].losses
+    losses = (*before, *reports[0].losses)
     seen = measure(reports, plan.num_microbatches)
     scale = float(config["time_scale"]) if config["pacing"] == "imposed" else 1.0
     table = rows(cost, seen, scale)

@@ -87,3 +87,11 @@ def hang_in_forward(member, victim, *arguments):
 
     with patch.object(Worker, "_forward_unit", forward):
         return train(member, *arguments)
+
+
+def die_in_the_third_step(member, job, plan, steps, pacing, begin, keep_state):
+    """Rank 1 of a plan of three stages dies once two steps are kept."""
+    kept = 0 if begin is None else begin.step
+    if kept == 2 and len(plan.stages) == 3:
+        return die_in_backward(member, 1, job, plan, steps, pacing, begin, keep_state)
+    return train(member, job, plan, steps, pacing, begin, keep_state)

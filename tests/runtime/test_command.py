@@ -117,12 +117,17 @@ def children(pid):
     return found - {pid}
 
 
+def hear_interrupts():
+    """In the background a shell lets its children ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_all_ranks(two_ranks, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "envs")])}
     command = [
         sys.executable, "-m", "haap_rl.runtime", f"plan={two_ranks}", *GIVEN, "steps=100000", f"out={tmp_path / 'out'}",
     ]  # fmt: skip
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear_interrupts)
     until = time.monotonic() + 60
     while time.monotonic() < until and len(children(run.pid)) < 3:  # ranks, and who starts them
         time.sleep(0.2)

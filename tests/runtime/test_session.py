@@ -78,13 +78,14 @@ def test_a_port_in_use_is_one_line():
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from haap_rl.runtime.session import Session
 
 def wait(member):
     time.sleep(1000)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell lets its children ignore it
     with Session(2) as session:
         print(*session.pids, flush=True)
         session.call(time.sleep, 1000) if len(sys.argv) > 2 else session.call(wait)
