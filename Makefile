@@ -19,7 +19,7 @@ train: $(VENV)/installed    ## the main job: PPO plans Llama-3 8B on 8 A100-40 +
 reproduce: $(VENV)/installed    ## the paper's tables into results/, overnight; `make reproduce quick=true` in some minutes
 	$(RUN) -m experiments.reproduce quick=$(or $(quick),false) out=$(or $(out),results) docs=$(if $(filter true,$(quick)),none,docs)
 
-test: $(VENV)/installed     ## the test suite (no network, no GPU; five to twelve minutes on two cores)
+test: $(VENV)/installed     ## the test suite (no network, no GPU; six to fifteen minutes on two cores)
 	$(RUN) -m pytest -q -n 2
 
 lint: $(VENV)/installed     ## formatter, linter and types
