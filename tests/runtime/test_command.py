@@ -128,20 +128,23 @@ def test_ctrl_c_ends_all_ranks(two_ranks, tmp_path):
         sys.executable, "-m", "haap_rl.runtime", f"plan={two_ranks}", *GIVEN, "steps=100000", f"out={tmp_path / 'out'}",
     ]  # fmt: skip
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear_interrupts)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and len(children(run.pid)) < 3:  # ranks, and who starts them
-        time.sleep(0.2)
-    started = children(run.pid)
-    assert len(started) >= 3
-    time.sleep(1.0)
-    run.send_signal(signal.SIGINT)
-    _, error = run.communicate(timeout=30)
-    assert run.returncode == 130
-    assert error.strip().splitlines()[-1] == "haap_rl: interrupted; all ranks were ended"
-    until = time.monotonic() + 20
-    while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in started):
-        time.sleep(0.2)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and len(children(run.pid)) < 3:  # ranks, and who starts them
+            time.sleep(0.2)
+        started = children(run.pid)
+        assert len(started) >= 3
+        time.sleep(1.0)
+        run.send_signal(signal.SIGINT)
+        _, error = run.communicate(timeout=30)
+        assert run.returncode == 130
+        assert error.strip().splitlines()[-1] == "haap_rl: interrupted; all ranks were ended"
+        until = time.monotonic() + 20
+        while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in started):
+            time.sleep(0.2)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    finally:
+        run.kill()  # whatever went wrong above; its ranks end with it
 
 
 def test_under_torchrun(two_ranks, tmp_path):
