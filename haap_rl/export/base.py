@@ -6,6 +6,7 @@ candidates that its module names, the first in the estimator's order. One that d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -150,6 +151,20 @@ def recomputed(stage: Stage, mode: str, num_layers: int) -> Stage:
 def on(stage: Stage, replicas: tuple[ReplicaGroup, ...]) -> Stage:
     """The stage on other devices."""
     return Stage(stage.num_units, replicas, stage.recompute)
+
+
+def checked(problem: Problem, plan: Plan, where: str) -> Plan:
+    """The plan, read from the file `where`. Raises InputError, naming it, if the plan is not legal."""
+    try:
+        problem.validate(plan)
+    except PlanError as error:
+        raise InputError(f"{where}: {error}") from None
+    return plan
+
+
+def printable(name: str) -> str:
+    """A name for a comment of a file."""
+    return re.sub(r"[^\w.+-]", "_", name)
 
 
 def any_problem(_: Problem) -> None:

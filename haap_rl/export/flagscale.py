@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from haap_rl.cost.estimator import Estimator
-from haap_rl.export.base import Files, Target, any_problem, best, layers_of, on, recomputed, refused
+from haap_rl.export.base import Files, Target, any_problem, best, checked, layers_of, on, recomputed, refused
 from haap_rl.export.ranks import (
     HOSTFILE,
     RANKS,
@@ -253,10 +253,7 @@ def read(problem: Problem, written: Files) -> Plan:
         int(_flag(system, "use_distributed_optimizer")),
         _flag(system, "sequence_parallel"),
     )
-    try:
-        problem.validate(plan)
-    except PlanError as error:
-        raise InputError(f"{NAME}: {CONFIG}: {error}") from None
+    checked(problem, plan, f"{NAME}: {CONFIG}")
     types = device_types(problem, plan)
     if hetero["hetero_device_types"] != types or hetero["hetero_current_device_type"] != types[0]:
         rule = f"of these hosts they are {types}, and none may come back behind another"

@@ -19,10 +19,11 @@ from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 from haap_rl.cost.estimator import Estimator
-from haap_rl.export.base import Files, Target, any_problem, layers_of, recomputed
+from haap_rl.export.base import Files, Target, any_problem, checked, layers_of, printable, recomputed
 from haap_rl.export.ranks import (
     HOSTFILE,
     RANKS,
+    TORCHRUN,
     check_places,
     hostfile,
     launches,
@@ -32,8 +33,8 @@ from haap_rl.export.ranks import (
     visible,
 )
 from haap_rl.export.uniform import Degrees, degrees, merged, nearest_uniform, stages_of
-from haap_rl.problem.errors import InputError, PlanError, shown
-from haap_rl.problem.plan import Plan, Problem, Stage
+from haap_rl.problem.errors import InputError, shown
+from haap_rl.problem.plan import Plan, Problem
 
 NAME, SCRIPT = "megatron", "run.sh"
 EMBEDDING, LAYER, LOSS = "E", "t", "L"
@@ -97,12 +98,13 @@ def files(problem: Problem, plan: Plan) -> dict[str, str]:
     table = rank_table(problem.cluster, plan)
     runs = launches(table)
     text = _SCRIPT.format(
-        model=_printable(problem.model.name),
-        cluster=_printable(problem.cluster.name),
+        model=printable(problem.model.name),
+        cluster=printable(problem.cluster.name),
         pp=len(plan.stages),
         vpp=plan.virtual_stages,
         layout=layout(plan),
         devices=visible(runs),
+        torchrun=TORCHRUN,
         first=runs[0].host,
         plan=_lines(_plan_flags(problem, plan)),
         model_flags=_lines(_model_flags(problem)),
@@ -182,11 +184,6 @@ def _lines(flags: Flags) -> str:
     return "\n".join(f"  {word}" for word in words)
 
 
-def _printable(name: str) -> str:
-    """A name for a comment of a shell script."""
-    return re.sub(r"[^\w.+-]", "_", name)
-
-
 _SCRIPT = """\
 #!/usr/bin/env bash
 # Megatron-LM trains {model} on {cluster} by a plan of haap_rl.
@@ -214,12 +211,8 @@ fi
 LAUNCH=${{1:?which line of hostfile, from 0}}
 SCRIPT=${{2:?the training script, pretrain_gpt.py}}
 shift 2
-export CUDA_VISIBLE_DEVICES=${{DEVICES[LAUNCH]}}
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-commas=${{CUDA_VISIBLE_DEVICES//[^,]/}}
-exec torchrun --nnodes "${{#DEVICES[@]}}" --node-rank "$LAUNCH" --nproc-per-node "$(( ${{#commas}} + 1 ))" \\
-  --master-addr "${{MASTER_ADDR:?the host of the first line of hostfile}}" --master-port "${{MASTER_PORT:-29500}}" \\
-  "$SCRIPT" "${{PLAN[@]}}" "${{MODEL[@]}}" "$@"
+{torchrun}  "$SCRIPT" "${{PLAN[@]}}" "${{MODEL[@]}}" "$@"
 """
 
 
@@ -243,22 +236,14 @@ def read(problem: Problem, written: Files) -> Plan:
         _wrong("--global-batch-size", flags["--global-batch-size"], f"the problem has {problem.global_batch_size}")
     if problem.global_batch_size % (size * dp):
         _wrong("--micro-batch-size", size, f"times dp={dp} it must divide --global-batch-size")
-    replicas = stages_of(f"{NAME}: {HOSTFILE}", of_rank, Degrees(tp, dp, size), pp)
     plan = Plan(
-        tuple(
-            Stage(count + (i == 0) + (i == pp - 1), groups)
-            for i, (count, groups) in enumerate(zip(layers, replicas, strict=True))
-        ),
+        stages_of(f"{NAME}: {HOSTFILE}", of_rank, Degrees(tp, dp, size), layers),
         problem.global_batch_size // (size * dp),
         int("--use-distributed-optimizer" in flags),
         "--sequence-parallel" in flags,
         vpp,
     )
-    plan = with_recompute(plan, _read_recompute(flags, plan))
-    try:
-        problem.validate(plan)
-    except PlanError as error:
-        raise InputError(f"{NAME}: {SCRIPT}: {error}") from None
+    plan = checked(problem, with_recompute(plan, _read_recompute(flags, plan)), f"{NAME}: {SCRIPT}")
     check_places(problem.cluster, plan, NAME, written[HOSTFILE], variables["DEVICES"])
     return plan
 

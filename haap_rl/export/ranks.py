@@ -23,6 +23,15 @@ from haap_rl.problem.plan import Plan
 HOSTFILE, RANKS = "hostfile", "ranks.csv"
 
 
+# lines of a shell script after LAUNCH, DEVICES and what else a trainer wants: what torchrun starts comes behind them
+TORCHRUN = """\
+export CUDA_VISIBLE_DEVICES=${DEVICES[LAUNCH]}
+commas=${CUDA_VISIBLE_DEVICES//[^,]/}
+exec torchrun --nnodes "${#DEVICES[@]}" --node-rank "$LAUNCH" --nproc-per-node "$(( ${#commas} + 1 ))" \\
+  --master-addr "${MASTER_ADDR:?the host of the first line of hostfile}" --master-port "${MASTER_PORT:-29500}" \\
+"""
+
+
 class Rank(NamedTuple):
     """One process. `node` counts the nodes of its device group, `device` those of its node."""
 

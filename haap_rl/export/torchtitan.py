@@ -19,10 +19,11 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from haap_rl.cost.estimator import Estimator
-from haap_rl.export.base import Files, Target, layers_of, recomputed, refused
+from haap_rl.export.base import Files, Target, checked, layers_of, printable, recomputed, refused
 from haap_rl.export.ranks import (
     HOSTFILE,
     RANKS,
+    TORCHRUN,
     check_places,
     hostfile,
     launches,
@@ -32,8 +33,8 @@ from haap_rl.export.ranks import (
     visible,
 )
 from haap_rl.export.uniform import Degrees, degrees, merged, nearest_uniform, stages_of
-from haap_rl.problem.errors import InputError, PlanError, shown
-from haap_rl.problem.plan import Plan, Problem, Stage
+from haap_rl.problem.errors import InputError, shown
+from haap_rl.problem.plan import Plan, Problem
 
 NAME, CONFIG, SCRIPT = "torchtitan", "haap_plan.py", "run.sh"
 EMBEDDING, NORM, HEAD = "tok_embeddings", "norm", "lm_head"  # names of 0.3.0; before, the head was `output`
@@ -131,17 +132,17 @@ def files(problem: Problem, plan: Plan) -> dict[str, str]:
     again = any(stage.recompute.num_layers for stage in plan.stages)
     name = problem.model.name
     known = f"from torchtitan.models.llama3.config_registry import {name} as base"
-    own = f"from haap_base import base  # yours: returns the Trainer.Config of a model like {_printable(name)}"
+    own = f"from haap_base import base  # yours: returns the Trainer.Config of a model like {printable(name)}"
     text = _CONFIG.format(
-        model=_printable(name),
-        cluster=_printable(problem.cluster.name),
+        model=printable(name),
+        cluster=printable(problem.cluster.name),
         base=known if name in KNOWN_MODELS else own,
         training="\n".join(f"    config.training.{key} = {value!r}" for key, value in training.items()),
         parallelism="\n".join(f"        {key}={value!r}," for key, value in parallelism.items()),
         parts="\n".join(f"            {names!r}," for names in model_parts(plan)),
         checkpointing="FullAC.Config()" if again else "None",
     )
-    script = _SCRIPT.format(devices=visible(runs), first=runs[0].host)
+    script = _SCRIPT.format(devices=visible(runs), torchrun=TORCHRUN, first=runs[0].host)
     return {CONFIG: text, SCRIPT: script, HOSTFILE: hostfile(runs), RANKS: ranks_csv(table)}
 
 
@@ -157,11 +158,6 @@ def model_parts(plan: Plan) -> list[list[str]]:
             layer += count
             parts.append(names + ([NORM, HEAD] if i == last and c == chunks - 1 else []))
     return parts
-
-
-def _printable(name: str) -> str:
-    """A name for a comment."""
-    return re.sub(r"[^\w.+-]", "_", name)
 
 
 _CONFIG = '''\
@@ -196,12 +192,8 @@ DEVICES=({devices})
 
 LAUNCH=${{1:?which line of hostfile, from 0}}
 shift
-export CUDA_VISIBLE_DEVICES=${{DEVICES[LAUNCH]}}
 export PYTHONPATH="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)${{PYTHONPATH:+:$PYTHONPATH}}"
-commas=${{CUDA_VISIBLE_DEVICES//[^,]/}}
-exec torchrun --nnodes "${{#DEVICES[@]}}" --node-rank "$LAUNCH" --nproc-per-node "$(( ${{#commas}} + 1 ))" \\
-  --master-addr "${{MASTER_ADDR:?the host of the first line of hostfile}}" --master-port "${{MASTER_PORT:-29500}}" \\
-  -m torchtitan.train --module haap_plan --config haap_plan "$@"
+{torchrun}  -m torchtitan.train --module haap_plan --config haap_plan "$@"
 """
 
 
@@ -243,22 +235,14 @@ def read(problem: Problem, written: Files) -> Plan:
     sequence = parallelism.get("enable_sequence_parallel")
     if not isinstance(sequence, bool):
         _wrong("enable_sequence_parallel", shown(sequence), "it is True or False")
-    replicas = stages_of(f"{NAME}: {HOSTFILE}", of_rank, Degrees(tp, dp, size), pp)
     plan = Plan(
-        tuple(
-            Stage(count + (i == 0) + (i == pp - 1), groups)
-            for i, (count, groups) in enumerate(zip(layers, replicas, strict=True))
-        ),
+        stages_of(f"{NAME}: {HOSTFILE}", of_rank, Degrees(tp, dp, size), layers),
         problem.global_batch_size // (size * dp),
         policies[policy],
         sequence,
         chunks,
     )
-    plan = _all_recomputed(plan, again)
-    try:
-        problem.validate(plan)
-    except PlanError as error:
-        raise InputError(f"{NAME}: {CONFIG}: {error}") from None
+    plan = checked(problem, _all_recomputed(plan, again), f"{NAME}: {CONFIG}")
     devices = re.findall(r"^DEVICES=\(([^)\n]*)\)$", written[SCRIPT], re.MULTILINE)
     check_places(problem.cluster, plan, NAME, written[HOSTFILE], devices[0] if len(devices) == 1 else "")
     return plan

@@ -100,16 +100,16 @@ def merged(stage: Stage) -> Stage:
     return on(stage, tuple(groups))
 
 
-def stages_of(where: str, of_rank: Sequence[str], shape: Degrees, num_stages: int) -> list[tuple[ReplicaGroup, ...]]:
-    """Replica groups of each stage from the device group of every rank. Raises InputError where a replica is on two."""
-    replicas: list[tuple[ReplicaGroup, ...]] = []
+def stages_of(where: str, of_rank: Sequence[str], shape: Degrees, layers: Sequence[int]) -> tuple[Stage, ...]:
+    """Stages of so many layers on the device group of every rank. Raises InputError where a replica is on two."""
+    stages: list[Stage] = []
     per_stage = shape.tp * shape.dp
-    for i in range(num_stages):
+    for i, count in enumerate(layers):
         groups = []
         for k in range(i * per_stage, (i + 1) * per_stage, shape.tp):
             names = set(of_rank[k : k + shape.tp])
             if len(names) != 1:
                 raise InputError(f"{where}: ranks {k} to {k + shape.tp - 1} are one replica on several device groups")
             groups.append(ReplicaGroup(of_rank[k], shape.tp, 1, shape.microbatch_size))
-        replicas.append(merged(Stage(1, tuple(groups))).replicas)
-    return replicas
+        stages.append(merged(Stage(count + (i == 0) + (i == len(layers) - 1), tuple(groups))))
+    return tuple(stages)
