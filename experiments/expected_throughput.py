@@ -14,7 +14,6 @@ Every search that is finished is a file under out/runs/, so the same command goe
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +39,7 @@ from haap_rl.mecefo.options import MecefoOptions
 from haap_rl.problem.errors import InputError, positive_int, yes_or_no
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.problem.presets import load_problem
+from haap_rl.report.intervals import interval
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Budget, run_search
 from haap_rl.tracking.record import check_writable, to_json_text, write_files
@@ -60,6 +60,7 @@ CYCLE_H, RECOVERY_H = 2.0 * 32, 4.0  # of one device: Table 1's "low" on its 32 
 FAILURE_FREE_EVALUATIONS = 100_000  # as in the paper's tables; they take seconds
 EVALUATIONS, QUICK_EVALUATIONS = 4000, 500
 TRACES, TRACE_H = 10, 240.0
+WORTH = ("tokens_per_s", "lower", "upper", "failure_free", "fidelity", "stopped")  # of `Expected`, that are kept
 OPTIONS = {"out": None, "quick": False, "processes": 2}
 
 
@@ -95,7 +96,7 @@ def compare(case: Case) -> dict[str, Any]:
     worth = {name: _worth(problem, faults, plan) for name, plan in plans.items()}
     paired = _simulated(problem, faults, plans)
     return {
-        **{f"{name}_{key}": value for name, found in worth.items() for key, value in _facts(found).items()},
+        **{f"{name}_{key}": getattr(found, key) for name, found in worth.items() for key in WORTH},
         **{f"{name}_plan": problem.plan_to_json(plan) for name, plan in plans.items()},
         **{f"{name}_stages": describe(plan) for name, plan in plans.items()},
         "gain_pct": 100 * (worth["seeing"].tokens_per_s / worth["blind"].tokens_per_s - 1),
@@ -120,17 +121,6 @@ def _worth(problem: Problem, faults: Faults, plan: Plan) -> Expected:
     )
 
 
-def _facts(expected: Expected) -> dict[str, Any]:
-    return {
-        "tokens_per_s": expected.tokens_per_s,
-        "lower": expected.lower,
-        "upper": expected.upper,
-        "failure_free": expected.failure_free,
-        "fidelity": expected.fidelity,
-        "stopped": expected.stopped,
-    }
-
-
 def _simulated(problem: Problem, faults: Faults, plans: Mapping[str, Plan]) -> list[float | None]:
     """Gain in % on each of some traces, the same for both plans; None where the blind one makes nothing."""
     components = faults.model.components(problem.cluster)
@@ -144,17 +134,6 @@ def _simulated(problem: Problem, faults: Faults, plans: Mapping[str, Plan]) -> l
         made = {name: simulate(trace, react).tokens for name, react in reactions.items()}
         gains.append(100 * (made["seeing"] / made["blind"] - 1) if made["blind"] else None)
     return gains
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of a 95 % interval by Student's t; of one value itself."""
-    from scipy.stats import t
-
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, mean, mean
-    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
 
 
 # -------------------------------------------------------------------------------------------- the command

@@ -42,6 +42,7 @@ from haap_rl.mecefo.job import CharacterPretraining
 from haap_rl.mecefo.options import MecefoOptions, Techniques
 from haap_rl.mecefo.parallel import Policy
 from haap_rl.mecefo.pretrain import pretrain
+from haap_rl.report.intervals import interval
 from haap_rl.tracking.record import write_files
 
 Figures = dict[str, Any]
@@ -147,31 +148,20 @@ def runs_of(out: Path, size: Size) -> dict[str, list[Figures]]:
 
 
 # ------------------------------------------------------------------------------------------ figures
-def mean_and_interval(sample: Sequence[float]) -> list[float]:
-    """Mean, and the ends of its 95 % interval by Student's t."""
-    from scipy import stats
-
-    mean = float(np.mean(sample))
-    if len(sample) < 2:
-        return [mean, mean, mean]
-    half = float(stats.t.ppf(0.975, len(sample) - 1) * np.std(sample, ddof=1) / np.sqrt(len(sample)))
-    return [mean, mean - half, mean + half]
-
-
 def summarise(runs: Mapping[str, Sequence[Figures]], size: Size) -> Figures:
     """The keys of summary.json that are of convergence."""
     perplexity = {name: [run["perplexity"] for run in each] for name, each in runs.items()}
-    within = {name: mean_and_interval(sample) for name, sample in perplexity.items()}
+    within = {name: interval(sample) for name, sample in perplexity.items()}
     base = perplexity["none"]
     rise = {
-        name: mean_and_interval([100 * (x / y - 1) for x, y in zip(sample, base, strict=True)])
+        name: interval([100 * (x / y - 1) for x, y in zip(sample, base, strict=True)])
         for name, sample in perplexity.items()
         if name != "none"
     }
     pairs = [(level, f"drop_replica_{level}") for level in LEVELS]
     pairs += [(f"skip_ffn_{level}", f"skip_only_{level}") for level in LEVELS]
     against = {
-        f"{name} over {other}": mean_and_interval(
+        f"{name} over {other}": interval(
             [100 * (x / y - 1) for x, y in zip(perplexity[name], perplexity[other], strict=True)]
         )
         for name, other in pairs

@@ -288,10 +288,8 @@ def command(config: dict[str, Any], _: Path) -> int:
     components = traces[0].components
     if config["out"] is not None:
         check_writable(Path(str(config["out"])))
-    runs: dict[str, list[Run]] = {}
-    for policy in policies:
-        reactions = reactions_of(config, problem, plan, policy, components)
-        runs[policy] = [simulate(trace, reactions) for trace in traces]
+    reactions = reactions_of(config, problem, plan, policies, components)
+    runs = {policy: [simulate(trace, react) for trace in traces] for policy, react in reactions.items()}
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     hours = traces[0].horizon_s / 3600
@@ -330,20 +328,24 @@ def command(config: dict[str, Any], _: Path) -> int:
 
 
 def reactions_of(
-    config: Mapping[str, Any], problem: Problem, plan: Plan, policy: str, components: Sequence[Component]
-) -> Reactions:
-    """How `plan` goes on under `policy` with the options in config["faults"]. Raises InputError."""
+    config: Mapping[str, Any], problem: Problem, plan: Plan, policies: Sequence[str], components: Sequence[Component]
+) -> dict[str, Reactions]:
+    """How `plan` goes on under each policy with the options in config["faults"]; one estimator prices them all.
+
+    Raises InputError for a policy that is unknown, or that the plan cannot use.
+    """
     from haap_rl.cost.profile_files import profile_from_config
     from haap_rl.faults.expected import with_best_interval
     from haap_rl.faults.reactions import Reactions as PolicyReactions
     from haap_rl.faults.settings import faults_from_config
 
     cached, profile = profile_from_config(config["estimator"])
-    faults = faults_from_config(config["faults"]).with_policy(policy)
-    faults.policy.check(plan)
+    faults = faults_from_config(config["faults"])
+    chosen = [faults.with_policy(policy).policy for policy in policies]
+    for policy in chosen:
+        policy.check(plan)
     estimator = faults.estimator(problem, cached, profile)
-    found: Reactions = with_best_interval(PolicyReactions(estimator, plan, faults.policy, components))
-    return found
+    return {policy.name: with_best_interval(PolicyReactions(estimator, plan, policy, components)) for policy in chosen}
 
 
 def traces_of(config: Mapping[str, Any], failures: FailureModel, cluster: Cluster) -> list[Trace]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from haap_rl.faults.simulate import DEGRADED, RUNNING, STOPPED, TRANSITION, Run
+from haap_rl.report.intervals import half_width
 
 COLORS = {RUNNING: "#4f9d69", DEGRADED: "#e1974c", TRANSITION: "#5b4b8a", STOPPED: "#d9d9d9"}
 LABELS = {
@@ -52,15 +52,6 @@ def summary(runs: Sequence[Run]) -> dict[str, dict[str, float | None]]:
         low, high = (None, None) if half is None else (mean - half, mean + half)
         found[name] = {"mean": mean, "low": low, "high": high}
     return found
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Half of the 95 % interval of the mean by Student's t; None for a single value."""
-    from scipy.special import stdtrit
-
-    if len(values) < 2:
-        return None
-    return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 # rows of the table: figure, its name there, how it is written

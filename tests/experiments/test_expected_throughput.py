@@ -32,14 +32,6 @@ def test_both_plans_meet_the_same_traces(compared):
     assert {k: v for k, v in again.items() if k != "seconds"} == {k: v for k, v in compared.items() if k != "seconds"}
 
 
-def test_the_interval_is_students():
-    assert experiment.interval([3.0]) == (3.0, 3.0, 3.0)
-    mean, low, high = experiment.interval([1.0, 2.0, 3.0])
-    assert mean == 2.0
-    assert high - mean == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert mean - low == pytest.approx(high - mean)
-
-
 @pytest.fixture
 def small(monkeypatch):
     """The command on one problem, with figures that take no search."""

@@ -200,9 +200,10 @@ def plan(tmp_path):
 def scripted(monkeypatch):
     """The command without real policies: `restart` stops for anything, others get slower."""
 
-    def reactions_of(config, problem, plan, policy, components):
+    def reactions_of(config, problem, plan, policies, components):
         assert len(plan.stages) == 2
-        return Scripted(restarting if policy == "restart" else slower, Transitions(20.0, 10.0, 300.0, 30.0, 600.0))
+        seconds = Transitions(20.0, 10.0, 300.0, 30.0, 600.0)
+        return {name: Scripted(restarting if name == "restart" else slower, seconds) for name in policies}
 
     monkeypatch.setattr(module, "reactions_of", reactions_of)
 
