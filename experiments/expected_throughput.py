@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from haap_rl.problem.errors import InputError, positive_int, yes_or_no
 from haap_rl.problem.plan import Plan, Problem
 from haap_rl.problem.presets import load_problem
 from haap_rl.report.intervals import interval
+from haap_rl.runtime.orphans import end_with_parent
 from haap_rl.search.autohaap import AutoHAAP
 from haap_rl.search.base import Budget, run_search
 from haap_rl.tracking.record import check_writable, to_json_text, write_files
@@ -151,7 +153,7 @@ def expected(options: Mapping[str, Any]) -> int:
     cases = [Case(*problem, policy, seed, evaluations) for policy in POLICIES for problem in PROBLEMS for seed in seeds]
     waiting = [case for case in cases if kept(_path(folder, case), _settings(case)) is None]
     try:
-        with ProcessPoolExecutor(processes) as pool:
+        with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
             for number, case in enumerate(pool.map(_run, [(folder, case) for case in waiting]), 1):
                 print(f"{number} of {len(waiting)}: {' '.join(map(str, case[:4]))}", flush=True)
     except KeyboardInterrupt:

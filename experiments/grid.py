@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,13 +26,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, positive_int
 from haap_rl.problem.presets import load_problem
+from haap_rl.runtime.orphans import end_with_parent
 from haap_rl.search.base import Budget, load_searcher, run_search
 from haap_rl.space.options import SpaceSpec
 from haap_rl.tracking.record import write_files
@@ -209,20 +209,7 @@ def processes(number: int) -> Runner:
 
 
 def _pool(number: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(number, get_context("spawn"), _begin_worker)
-
-
-def _begin_worker() -> None:
-    """Leave Ctrl-C to the process that waits for this one, and end with it, however it was ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-
-    def end_with_it() -> None:
-        if parent is not None:
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_it, daemon=True).start()
+    return ProcessPoolExecutor(number, get_context("spawn"), end_with_parent)
 
 
 def ray(address: str, workers: int | None = None) -> Runner:

@@ -37,10 +37,7 @@ import io
 import json
 import math
 import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -62,6 +59,7 @@ from haap_rl.cost.estimator import fingerprint
 from haap_rl.problem.errors import InputError, check_keys, positive_int, yes_or_no
 from haap_rl.problem.instances import Instance
 from haap_rl.problem.presets import preset
+from haap_rl.runtime.orphans import end_with_parent
 from haap_rl.search.base import Budget, Objective, load_searcher, run_search
 from haap_rl.search.candidate_policy import PRETRAINED, SHIPPED, load_policy
 from haap_rl.search.certificate import problem_key
@@ -333,7 +331,7 @@ def run_all(tasks: Sequence[Task], processes: int) -> dict[Path, Figures]:
     if not waiting:
         return found
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(waiting)), context, _begin_worker) as executor:
+    with ProcessPoolExecutor(min(processes, len(waiting)), context, end_with_parent) as executor:
         futures = {executor.submit(perform, task): task for task in waiting}
         try:
             for future in as_completed(futures):
@@ -346,18 +344,6 @@ def run_all(tasks: Sequence[Task], processes: int) -> dict[Path, Figures]:
                 child.terminate()
             raise
     return found
-
-
-def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 # ------------------------------------------------------------------------------------------ figures

@@ -13,11 +13,10 @@ import datetime
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from haap_rl.problem.errors import InputError
 from haap_rl.runtime.groups import Groups, device_of
+from haap_rl.runtime.orphans import end_with_parent
 
 START_S = 120.0  # for Python and torch to be loaded
 TIMEOUT_S = 60.0  # without any rank going on
@@ -105,15 +105,7 @@ class Failed(NamedTuple):
 # ------------------------------------------------------------------------------------------------ a rank
 def serve(pipe: Connection, rank: int, world_size: int, port: int, kind: str, timeout_s: float, notes: Any) -> None:
     """Entry of a rank's process: join the group, then do what the driver says. It ends with the driver."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its ranks
-    parent = parent_process()
-
-    def end_with_it() -> None:
-        if parent is not None:
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_it, daemon=True).start()
+    end_with_parent()
     stay_local()
     torch.set_num_threads(1)
     doing = "starting"

@@ -70,7 +70,7 @@ def small(monkeypatch):
 class Here:
     """A pool of this process."""
 
-    def __init__(self, processes):
+    def __init__(self, *settings):
         self.map = map
 
     def __enter__(self):
