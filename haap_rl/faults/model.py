@@ -19,6 +19,7 @@ RECOVERIES = ("exponential", "fixed")
 RATES = ("mtbf_h", "cluster_interval_h", "per_1000_node_days")
 HOUR_S = 3600.0
 LEAST_H, MOST_H = 1e-3, 1e9  # hours of a rate or a recovery; beyond them it is a slip of a unit
+MOST_THINGS = 1_000_000  # as many devices of a group as plans are searched for
 LEAST_SHAPE, MOST_SHAPE = 0.1, 10.0  # published fits of times to failure lie between 0.5 and 2
 # keys of conf/faults/*.yaml that others read: the policy and what it costs
 OTHERS = ("policy", "mecefo", "constants", "least_probability")
@@ -86,6 +87,12 @@ class Hazard:
                 f"{where}: device={shown(self.device)} is not in cluster {cluster.name!r}, which has {has}; "
                 "name one of them, or device=null for all"
             )
+        many = sum(cluster.groups[i].num_devices // self._size(cluster, i) for i in groups)
+        if many > MOST_THINGS:
+            raise InputError(
+                f"{where}: cluster {cluster.name!r} has {many:,} such {self.domain}s, and failures are followed one by "
+                f"one for at most {MOST_THINGS:,}; use domain=node or group, or a smaller cluster"
+            )
         things = [(i, first, size) for i in groups for first, size in self._things(cluster, i)]
         return [
             Component(
@@ -103,9 +110,13 @@ class Hazard:
 
     def _things(self, cluster: Cluster, index: int) -> list[tuple[int, int]]:
         """(first device, number of devices) of each thing of its domain in a device group."""
+        size = self._size(cluster, index)
+        return [(first, size) for first in range(0, cluster.groups[index].num_devices, size)]
+
+    def _size(self, cluster: Cluster, index: int) -> int:
+        """Devices of one thing of its domain in a device group."""
         group = cluster.groups[index]
-        size = {"device": 1, "node": group.devices_per_node, "group": group.num_devices}[self.domain]
-        return [(first, size) for first in range(0, group.num_devices, size)]
+        return {"device": 1, "node": group.devices_per_node, "group": group.num_devices}[self.domain]
 
     def _mtbf_s(self, cluster: Cluster, index: int, num_things: int, where: str) -> float:
         group = cluster.groups[index]

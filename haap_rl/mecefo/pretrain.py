@@ -46,6 +46,11 @@ from haap_rl.mecefo.processes import train_in_processes
 
 TOY = MecefoOptions(rank=8)  # a rank of 64 would be more than the toy's matrices have
 SHAPE = ("hidden", "ffn", "layers", "heads", "kv_heads")
+# the largest of what takes memory or processes at once: what is trained here is small
+MOST = {
+    "seed": 2**31 - 1, "ranks": 1024, "stages": 256, "layers": 256, "hidden": 8192, "ffn": 32768, "heads": 256,
+    "kv_heads": 256, "samples": 4096, "length": 8192,
+}  # fmt: skip
 JOB = ("seed", "steps", "samples", "length", "learning_rate")
 
 
@@ -144,8 +149,9 @@ def read(arguments: Sequence[str]) -> dict[str, Any]:
         except (KeyError, ValueError):
             example = str(DEFAULTS[key]).lower()
             raise ValueError(f"mecefo: {key}={text!r} cannot be read; give for example {key}={example}") from None
-        if kind in (int, float) and not 0 <= found[key] < 10**9:
-            raise ValueError(f"mecefo: {key}={text} must be a number from 0 to 10^9; give {key}={DEFAULTS[key]}")
+        most = MOST.get(key, 10**6)
+        if kind in (int, float) and not 0 <= found[key] <= most:
+            raise ValueError(f"mecefo: {key}={text} must be a number from 0 to {most:,}; give {key}={DEFAULTS[key]}")
     for key in (*SHAPE, *(key for key in JOB if key != "seed"), "redraw_steps", "recovery_steps", "checkpoint_steps"):
         if not found[key]:
             raise ValueError(f"mecefo: {key}=0 leaves nothing to do; give for example {key}={DEFAULTS[key]}")

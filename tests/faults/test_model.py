@@ -209,3 +209,11 @@ def test_hydra_composes_what_the_preset_says(name):
         composed = OmegaConf.to_container(hydra.compose("simulate", words), resolve=True)["faults"]
     assert composed == {**preset("faults", name), "policy": "restart", "recovery_h": 2}
     failure_model_from_config(composed)
+
+
+def test_more_things_than_can_be_followed_are_refused_at_once():
+    everywhere = Cluster("huge", (group("fast", nodes=10**12, per_node=8),))
+    with pytest.raises(InputError, match=r"has 8,000,000,000,000 such devices, .* at most 1,000,000; use domain=node"):
+        model({"domain": "device", "mtbf_h": 1000, "recovery_h": 1}).components(everywhere)
+    (one,) = model({"domain": "group", "mtbf_h": 1000, "recovery_h": 1}).components(everywhere)
+    assert one.num_devices == 8 * 10**12

@@ -28,7 +28,7 @@ from haap_rl.search.certificate import problem_key
 from haap_rl.space import moves
 from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import pruning_report
-from haap_rl.space.options import SpaceSpec
+from haap_rl.space.options import PROJECTOR_RANK, SpaceSpec
 from haap_rl.space.space import Space
 from haap_rl.train import main
 from tests.builders import group, plan, problem, room, stage
@@ -546,3 +546,7 @@ def test_the_rank_of_an_estimate_is_that_of_its_plans_score():
     for drawn, estimate in zip(draws, estimates, strict=True):
         assert objective.rank(estimate) == (not estimate.fits, estimate.bytes_missing, scorer.seconds(drawn))
         assert Objective(small()).rank(estimate) == estimate.rank
+
+
+def test_the_space_reserves_projectors_of_the_options_default_rank():
+    assert MecefoOptions().rank == PROJECTOR_RANK

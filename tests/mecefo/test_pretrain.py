@@ -89,6 +89,7 @@ def test_the_command_runs_real_processes(capsys):
         ("low_rank=[gate,query]", "mecefo: low_rank=('gate', 'query') must be a list of some of gate, up, down"),
         ("cells_down=15", "mecefo: cells_down=15 would leave a stage of the grid 8 x 2 without a live cell"),
         ("ranks=0", "mecefo: a grid of 0 x 2 has no cell"),
+        ("ranks=100000000", "mecefo: ranks=100000000 must be a number from 0 to 1,024; give ranks=8"),
         ("heads=3", "mecefo: hidden=32 must be a multiple of twice heads=3"),
         ("policy=drop", "mecefo: policy='drop' must be one of mecefo, drop_replica"),
         ("takeover=nearest", "mecefo: takeover='nearest' must be one of ring, most_slack, spread"),
