@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from haap_rl.problem.cluster import Cluster
+from haap_rl.problem.cluster import Cluster, DeviceGroup
 from haap_rl.problem.errors import InputError, check_keys, label, positive_float, shown
 
 DOMAINS = ("device", "node", "group")
@@ -87,12 +87,7 @@ class Hazard:
                 f"{where}: device={shown(self.device)} is not in cluster {cluster.name!r}, which has {has}; "
                 "name one of them, or device=null for all"
             )
-        many = sum(cluster.groups[i].num_devices // self._size(cluster, i) for i in groups)
-        if many > MOST_THINGS:
-            raise InputError(
-                f"{where}: cluster {cluster.name!r} has {many:,} such {self.domain}s, and failures are followed one by "
-                f"one for at most {MOST_THINGS:,}; use domain=node or group, or a smaller cluster"
-            )
+        check_number(where, self.domain, sum(things_of(cluster.groups[i], self.domain) for i in groups))
         things = [(i, first, size) for i in groups for first, size in self._things(cluster, i)]
         return [
             Component(
@@ -110,13 +105,9 @@ class Hazard:
 
     def _things(self, cluster: Cluster, index: int) -> list[tuple[int, int]]:
         """(first device, number of devices) of each thing of its domain in a device group."""
-        size = self._size(cluster, index)
-        return [(first, size) for first in range(0, cluster.groups[index].num_devices, size)]
-
-    def _size(self, cluster: Cluster, index: int) -> int:
-        """Devices of one thing of its domain in a device group."""
         group = cluster.groups[index]
-        return {"device": 1, "node": group.devices_per_node, "group": group.num_devices}[self.domain]
+        size = group.num_devices // things_of(group, self.domain)
+        return [(first, size) for first in range(0, group.num_devices, size)]
 
     def _mtbf_s(self, cluster: Cluster, index: int, num_things: int, where: str) -> float:
         group = cluster.groups[index]
@@ -152,6 +143,20 @@ class FailureModel:
             component
             for position, hazard in enumerate(self.hazards)
             for component in hazard.components(cluster, _place(self.name, position))
+        )
+
+
+def things_of(group: DeviceGroup, domain: str) -> int:
+    """How many devices, nodes or groups a device group is."""
+    return {"device": group.num_devices, "node": group.num_nodes, "group": 1}[domain]
+
+
+def check_number(where: str, domain: str, number: int) -> None:
+    """Raise InputError, naming `where`, for more things than failures are followed of."""
+    if number > MOST_THINGS:
+        raise InputError(
+            f"{where}: there are {number:,} such {domain}s, and failures are followed one by one for at most "
+            f"{MOST_THINGS:,}; use domain=node or group, or a smaller cluster"
         )
 
 

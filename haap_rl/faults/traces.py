@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from haap_rl.faults.model import Component
+from haap_rl.faults.model import Component, check_number, things_of
 from haap_rl.problem.cluster import Cluster
 from haap_rl.problem.errors import InputError, check_keys, shown
 from haap_rl.problem.formats.files import read_json, read_text
@@ -237,7 +237,11 @@ def read_sailor(path: object, cluster: Cluster) -> Trace:
 
 
 def whole_cluster(cluster: Cluster, domain: str) -> tuple[Component, ...]:
-    """Every node or device of the cluster as a component that never fails by itself, group after group."""
+    """Every node or device of the cluster as a component that never fails by itself, group after group.
+
+    Raises InputError for more of them than are followed.
+    """
+    check_number(f"cluster {cluster.name!r}", domain, sum(things_of(group, domain) for group in cluster.groups))
     return tuple(
         Component(domain, index, first, size, math.inf, 0.0)
         for index, group in enumerate(cluster.groups)

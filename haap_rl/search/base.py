@@ -675,7 +675,7 @@ def run_search(
         seed=seed,
         pruning=pruning,
         # what a searcher made for one part says nothing of the others
-        artifacts=_artifacts(searcher, scorer) if stopped_by != "infeasible" and len(bounds) == 1 else {},
+        artifacts=_artifacts(searcher if len(bounds) == 1 else None, scorer) if stopped_by != "infeasible" else {},
         profile=profile,
         notes=(*objective.notes, *(scorer.lines(best[0]) if scorer is not None and best else ())),
         profile_gaps=estimator.gaps(best[0]) if best else (),
@@ -759,14 +759,15 @@ def fits_with_failures(space: Space, genome: Genome) -> bool:
     return all(layers <= cap for layers, cap in zip(genome.layers, caps, strict=True))
 
 
-def _artifacts(searcher: Searcher, scorer: Scorer | None) -> dict[str, bytes]:
-    """What the searcher and the scorer made besides plans. Raises ValueError for what is not a plain file name."""
-    made: dict[str, bytes] = dict(getattr(searcher, "artifacts", dict)())
-    if scorer is not None:
-        made.update(scorer.artifacts())
-    for name in made:
-        if not name or name.startswith(".") or PurePath(name).name != name or "\\" in name:
-            raise ValueError(f"{type(searcher).__name__}.artifacts: {name!r} is not a plain file name")
+def _artifacts(*makers: Searcher | Scorer | None) -> dict[str, bytes]:
+    """What searcher and scorer made besides plans. Raises ValueError for a name that is not a plain file name."""
+    made: dict[str, bytes] = {}
+    for maker in makers:
+        own: Mapping[str, bytes] = getattr(maker, "artifacts", dict)()
+        for name in own:
+            if not name or name.startswith(".") or PurePath(name).name != name or "\\" in name:
+                raise ValueError(f"{type(maker).__name__}.artifacts: {name!r} is not a plain file name")
+        made.update(own)
     return made
 
 

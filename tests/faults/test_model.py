@@ -17,6 +17,7 @@ from haap_rl.faults.model import (
     probability_any_down,
     probability_any_down_poisson,
 )
+from haap_rl.faults.traces import whole_cluster
 from haap_rl.problem.cluster import Cluster
 from haap_rl.problem.errors import InputError
 from haap_rl.problem.presets import conf_dir, load_problem, names, preset
@@ -213,7 +214,11 @@ def test_hydra_composes_what_the_preset_says(name):
 
 def test_more_things_than_can_be_followed_are_refused_at_once():
     everywhere = Cluster("huge", (group("fast", nodes=10**12, per_node=8),))
-    with pytest.raises(InputError, match=r"has 8,000,000,000,000 such devices, .* at most 1,000,000; use domain=node"):
+    with pytest.raises(
+        InputError, match=r"there are 8,000,000,000,000 such devices, .* at most 1,000,000; use domain=node"
+    ):
         model({"domain": "device", "mtbf_h": 1000, "recovery_h": 1}).components(everywhere)
+    with pytest.raises(InputError, match=r"cluster 'huge': there are 1,000,000,000,000 such nodes"):
+        whole_cluster(everywhere, "node")
     (one,) = model({"domain": "group", "mtbf_h": 1000, "recovery_h": 1}).components(everywhere)
     assert one.num_devices == 8 * 10**12

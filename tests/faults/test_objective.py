@@ -550,3 +550,13 @@ def test_the_rank_of_an_estimate_is_that_of_its_plans_score():
 
 def test_the_space_reserves_projectors_of_the_options_default_rank():
     assert MecefoOptions().rank == PROJECTOR_RANK
+
+
+def test_a_space_in_parts_is_searched_on_expected_throughput_too_and_keeps_the_front():
+    scorer = ExpectedThroughput(faults())
+    limited = dataclasses.replace(SPEC, target="megatron")
+    result = run_search(load_searcher("random"), small(), Budget(60), 0, limited, scorer=scorer)
+    assert result.score_s == scorer_of(small()).seconds(result.plan)
+    assert result.score_s >= result.lower_bound_s
+    rows = result.artifacts[FRONT].decode().splitlines()
+    assert len(rows) == 1 + len(scorer.front)
