@@ -303,10 +303,11 @@ class Head(Unit):
         logits = functional.linear(copied(self.norm(hidden), self.ranks), self.logits)
         # vocabulary-parallel cross-entropy: logsumexp of all logits less the target's
         highest = self.ranks.largest(logits.detach().amax(dim=-1))
-        total = summed((logits - highest[..., None]).exp().sum(dim=-1), self.ranks)
+        total = (logits - highest[..., None]).exp().sum(dim=-1)
         local, inside = _own_vocabulary(targets, self.job.model, self.ranks)
         chosen = logits.gather(-1, local[..., None])[..., 0] * inside.to(logits.dtype)
-        return (total.log() + highest - summed(chosen, self.ranks)).sum()
+        total, chosen = summed(torch.stack((total, chosen)), self.ranks)
+        return (total.log() + highest - chosen).sum()
 
     def named(self) -> dict[str, nn.Parameter]:
         found = super().named()

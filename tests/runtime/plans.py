@@ -53,7 +53,7 @@ PLANS = {
     ),
     "tp 2 x dp 2 -> tp 1": plan(stage(3, ("a", 2, 1, 4), ("b", 2, 1, 2)), stage(3, ("b", 1, 1, 6))),
     "tp 1 -> tp 4 -> tp 1": plan(
-        stage(1, ("a", 1, 1, 6)), stage(4, ("b", 4, 1, 6), mode="full", layers=4), stage(1, ("a", 1, 1, 6))
+        stage(2, ("a", 1, 1, 6)), stage(2, ("b", 4, 1, 6), mode="full", layers=2), stage(2, ("a", 1, 1, 6))
     ),
     "one stage, dp 4 unequal": plan(stage(6, ("a", 1, 2, 2), ("b", 1, 2, 1))),
     "m < p": plan(
@@ -64,10 +64,11 @@ PLANS = {
         stage(2, ("b", 1, 1, 4), mode="selective", layers=2), stage(1, ("b", 1, 1, 4)), m=3,
     ),
     "other tp in one stage": plan(stage(4, ("a", 2, 1, 4), ("b", 1, 1, 2)), stage(2, ("b", 2, 1, 6))),
-    "tp 4 beside tp 2": plan(stage(6, ("a", 4, 1, 4), ("b", 2, 1, 2), mode="full", layers=2)),
+    "tp 4 beside tp 2": plan(stage(6, ("a", 4, 1, 8), ("b", 2, 1, 4), mode="full", layers=2), m=1),
     "no ZeRO": plan(stage(3, ("a", 1, 2, 1), ("b", 1, 1, 2)), stage(3, ("b", 2, 1, 4)), m=3, zero=0),
-    "six micro-batches": plan(
-        stage(3, ("a", 2, 1, 2)), stage(2, ("b", 1, 2, 1), mode="full", layers=1), stage(1, ("b", 1, 1, 2)), m=6
+    "four micro-batches": plan(
+        stage(3, ("a", 2, 1, 3)), stage(2, ("b", 1, 1, 2), ("b", 1, 1, 1), mode="full", layers=1),
+        stage(1, ("b", 1, 1, 3)), m=4,
     ),
     "dp 3 -> tp 2": plan(stage(2, ("b", 1, 3, 2)), stage(4, ("a", 2, 1, 6), mode="selective", layers=1)),
     "one rank": plan(stage(6, ("a", 1, 1, 6), mode="full", layers=3)),

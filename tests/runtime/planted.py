@@ -25,13 +25,13 @@ def mean_for_sum():
 
 
 def swapped_slice():
-    """The last stage's replicas take each other's samples of the targets."""
+    """The first stage's replicas take each other's samples of the inputs."""
     right = Worker._own
 
     def wrong(self, ids, microbatch):
         mine = right(self, ids, microbatch)
         replicas = self.routes.stages[self.place.stage]
-        if self.place.stage != len(self.routes.stages) - 1:
+        if self.place.stage:
             return mine
         other = self.routes.places[replicas[-1 - self.place.replica][0]]
         begin = microbatch * self.routes.samples

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,22 @@ from haap_rl.problem.presets import load_problem
 from haap_rl.runtime.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PROBLEM = load_problem("gpt3_350m", "v100x4_t4x4", global_batch_size=8)
+WHOLE = load_problem("gpt3_350m", "v100x4_t4x4", global_batch_size=8)
+PROBLEM = replace(WHOLE, model=replace(WHOLE.model, num_layers=4))
 PLAN = Plan(
     (
-        Stage(16, (ReplicaGroup("v100", 2, 1, 4),), Recompute("full", 3)),
-        Stage(10, (ReplicaGroup("t4", 1, 1, 3), ReplicaGroup("t4", 1, 1, 1))),
+        Stage(4, (ReplicaGroup("v100", 2, 1, 4),), Recompute("full", 3)),
+        Stage(2, (ReplicaGroup("t4", 1, 1, 3), ReplicaGroup("t4", 1, 1, 1))),
     ),
     2,
 )
-GIVEN = ("model=gpt3_350m", "cluster=v100x4_t4x4", "problem.global_batch_size=8")
+GIVEN = ("model=gpt3_350m", "cluster=v100x4_t4x4", "problem.global_batch_size=8", "model.num_layers=4")
 
 
 @pytest.fixture
 def two_ranks(tmp_path):
     """A plan of as few processes as can be."""
-    plan = Plan((Stage(16, (ReplicaGroup("v100", 1, 1, 4),)), Stage(10, (ReplicaGroup("t4", 1, 1, 4),))), 2)
+    plan = Plan((Stage(4, (ReplicaGroup("v100", 1, 1, 4),)), Stage(2, (ReplicaGroup("t4", 1, 1, 4),))), 2)
     path = tmp_path / "two_ranks.json"
     path.write_text(json.dumps(PROBLEM.plan_to_json(plan)))
     return path

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
-@pytest.mark.parametrize("name", ["tp 2 -> dp 3 unequal", "dp 2 -> dp 3", "six micro-batches"])
-def test_losses_are_those_under_torchs_schedules(ranks, schedule, name):
-    theirs = ranks.call(train_by_torch, schedule, JOB, PLANS[name], STEPS)
+@pytest.mark.parametrize("name", ["tp 2 -> dp 3 unequal", "dp 2 -> dp 3", "four micro-batches"])
+def test_losses_are_those_under_torchs_schedules(ranks, name):
     ours = [trained.report for trained in ranks.call(train, JOB, PLANS[name], STEPS) if trained.report]
-    for report, losses in zip(ours, theirs, strict=False):
-        assert losses == pytest.approx(report.losses, abs=1e-6)
+    for schedule in ("Schedule1F1B", "ScheduleGPipe"):
+        theirs = ranks.call(train_by_torch, schedule, JOB, PLANS[name], STEPS)
+        for report, losses in zip(ours, theirs, strict=False):
+            assert losses == pytest.approx(report.losses, abs=1e-6)

@@ -1,7 +1,6 @@
 """Whatever goes wrong, one line names it, and no process stays behind."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -78,22 +77,21 @@ def test_a_port_in_use_is_one_line():
 
 
 INTERRUPTED = """
-import signal, sys, time
+import time
 from haap_rl.runtime.session import Session
 
 def wait(member):
     time.sleep(1000)
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell lets its children ignore it
     with Session(2) as session:
         print(*session.pids, flush=True)
-        session.call(time.sleep, 1000) if len(sys.argv) > 2 else session.call(wait)
+        session.call(wait)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_stays_behind_when_the_driver_is_ended(tmp_path, number):
+def test_no_process_stays_behind_when_the_driver_is_killed(tmp_path):
+    """Ctrl-C is with the command line's tests."""
     script = tmp_path / "driver.py"
     script.write_text(INTERRUPTED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "envs")])}
@@ -103,6 +101,6 @@ def test_no_process_stays_behind_when_the_driver_is_ended(tmp_path, number):
     pids = [int(word) for word in driver.stdout.readline().split()]
     assert len(pids) == 2
     assert all(map(is_running, pids))
-    driver.send_signal(number)
+    driver.kill()
     driver.wait(timeout=20)
     assert all_gone(pids)

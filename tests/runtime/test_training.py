@@ -55,23 +55,20 @@ def test_a_plan_trains_as_one_process_does(ranks, name, dtype):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["tp 2 -> dp 3 unequal", "other tp in one stage", "no ZeRO"])
+@pytest.mark.parametrize("name", ["other tp in one stage", "no ZeRO"])
 def test_a_tied_embedding_is_one_weight_wherever_it_lies(ranks, name):
-    reports, checkpoint = run(ranks, "tied", PLANS[name])
-    assert apart(reports[0].losses, "tied") <= 1e-12
-    weights = alone("tied")[1]
+    reports, checkpoint = run(ranks, "tied", PLANS[name], 5)
+    losses, weights = alone("tied", 5)
+    assert reports[0].losses == pytest.approx(losses, rel=0, abs=1e-12)
     assert "head.logits" not in weights
     assert max(float((checkpoint.state["weights"][key] - weights[key]).abs().max()) for key in weights) <= 1e-10
-
-
-EQUAL_SLICES = plan(stage(3, ("a", 1, 1, 6)), stage(3, ("b", 1, 2, 3)))
 
 
 @pytest.mark.parametrize(
     ("bug", "chosen"),
     [
         (planted.mean_for_sum, PLANS["dp 2 -> dp 3"]),
-        (planted.swapped_slice, EQUAL_SLICES),
+        (planted.swapped_slice, PLANS["dp 3 -> tp 2"]),
         (planted.no_sum_of_input_gradients, PLANS["tp 2 x dp 2 -> tp 1"]),
         (planted.no_sum_of_outputs, PLANS["tp 2 x dp 2 -> tp 1"]),
         (planted.other_masks_when_recomputed, PLANS["dp 2 -> dp 3"]),
@@ -79,8 +76,7 @@ EQUAL_SLICES = plan(stage(3, ("a", 1, 1, 6)), stage(3, ("b", 1, 2, 3)))
     ],
 )
 def test_a_planted_bug_is_seen(ranks, bug, chosen):
-    reports, _ = run(ranks, "float32", chosen, 5)
-    assert apart(reports[0].losses, "float32") <= 1e-5
+    """Without it the same plans are within 1e-5 over twice as many steps (above)."""
     reports, _ = run(ranks, "float32", chosen, 5, bug)
     assert apart(reports[0].losses, "float32") > 20 * 1e-5
 
