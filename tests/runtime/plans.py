@@ -65,11 +65,11 @@ PLANS = {
     ),
     "other tp in one stage": plan(stage(4, ("a", 2, 1, 4), ("b", 1, 1, 2)), stage(2, ("b", 2, 1, 6))),
     "tp 4 beside tp 2": plan(stage(6, ("a", 4, 1, 8), ("b", 2, 1, 4), mode="full", layers=2), m=1),
-    "no ZeRO": plan(stage(3, ("a", 1, 2, 1), ("b", 1, 1, 2)), stage(3, ("b", 2, 1, 4)), m=3, zero=0),
+    "no ZeRO": plan(stage(4, ("a", 1, 2, 1), ("b", 1, 1, 4)), stage(2, ("b", 2, 1, 6)), zero=0),
     "four micro-batches": plan(
         stage(3, ("a", 2, 1, 3)), stage(2, ("b", 1, 1, 2), ("b", 1, 1, 1), mode="full", layers=1),
         stage(1, ("b", 1, 1, 3)), m=4,
     ),
-    "dp 3 -> tp 2": plan(stage(2, ("b", 1, 3, 2)), stage(4, ("a", 2, 1, 6), mode="selective", layers=1)),
+    "dp 3 -> tp 2": plan(stage(3, ("b", 1, 3, 2)), stage(3, ("a", 2, 1, 6), mode="selective", layers=1)),
     "one rank": plan(stage(6, ("a", 1, 1, 6), mode="full", layers=3)),
 }  # fmt: skip

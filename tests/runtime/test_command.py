@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from haap_rl.problem.plan import Plan, Recompute, ReplicaGroup, Stage
 from haap_rl.problem.presets import load_problem
@@ -149,14 +151,25 @@ def test_ctrl_c_ends_all_ranks(two_ranks, tmp_path):
         run.kill()  # whatever went wrong above; its ranks end with it
 
 
-def test_under_torchrun(two_ranks, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "envs")])}
+@pytest.fixture
+def handlers():
+    """The agent of torchrun sets its own handlers of signals."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+def test_under_torchrun(two_ranks, tmp_path, handlers):
+    """By the agent that the command `torchrun` starts, with processes that have torch loaded already."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="one", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        start_method="forkserver", logs_specs=DefaultLogsSpecs(str(tmp_path / "logs"), Std.ALL),
+    )  # fmt: skip
     out = tmp_path / "out"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "haap_rl.runtime",
-        f"plan={two_ranks}", *GIVEN, "steps=1", "timeout_s=30", "check=true", f"out={out}",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("losses differ by at most") == 1
+    arguments = [f"plan={two_ranks}", *GIVEN, "steps=1", "timeout_s=30", "check=true", f"out={out}"]
+    assert elastic_launch(config, main)(arguments) == {0: 0, 1: 0}
+    printed = "".join(path.read_text() for path in tmp_path.glob("logs/**/stdout.log"))
+    assert printed.count("losses differ by at most") == 1
     assert json.loads((out / "runtime.json").read_text())["ranks"] == 2

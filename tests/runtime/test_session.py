@@ -1,9 +1,8 @@
 """Whatever goes wrong, one line names it, and no process stays behind."""
 
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tests.runtime import planted
 from tests.runtime.plans import GPT, PLANS, job, problem
 
 JOB = job(problem(GPT))
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def is_running(pid):
@@ -76,31 +74,26 @@ def test_a_port_in_use_is_one_line():
             Session(1, port=port)
 
 
-INTERRUPTED = """
-import time
-from haap_rl.runtime.session import Session
+def drive(pipe):
+    with Session(2) as session:
+        pipe.send(session.pids)
+        session.call(wait)
+
 
 def wait(member):
     time.sleep(1000)
 
-if __name__ == "__main__":
-    with Session(2) as session:
-        print(*session.pids, flush=True)
-        session.call(wait)
-"""
 
-
-def test_no_process_stays_behind_when_the_driver_is_killed(tmp_path):
+def test_no_process_stays_behind_when_the_driver_is_killed():
     """Ctrl-C is with the command line's tests."""
-    script = tmp_path / "driver.py"
-    script.write_text(INTERRUPTED)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "envs")])}
-    driver = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    )
-    pids = [int(word) for word in driver.stdout.readline().split()]
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    driver = context.Process(target=drive, args=(theirs,))
+    driver.start()
+    assert ours.poll(60)
+    pids = ours.recv()
     assert len(pids) == 2
     assert all(map(is_running, pids))
     driver.kill()
-    driver.wait(timeout=20)
-    assert all_gone(pids)
+    driver.join(20)
+    assert all_gone([driver.pid, *pids])
