@@ -5,10 +5,11 @@
 
 The units of a small model are timed on this machine. The cluster has two kinds of devices, 4 and 10 times as slow as
 one of its threads, and links with the latencies below. The estimator, with these times as its profile, is what AutoHAAP
-searches with and what predicts. Then the best plan, the best that Megatron-LM's uniform grid has and five plans drawn
-at random are trained by one process per device, with the times of units and links imposed (`haap_rl.runtime.device`)
-and everything else real: order, routes, waiting, tensor-parallel collectives, gradient sums, overhead. Every plan's
-losses are compared with those of one process.
+searches with and what predicts. Then the best plan, the best two that
+Megatron-LM's uniform grid has (on all devices, and on one kind alone), and five plans drawn at random are trained by
+one process per device, with the times of units and links imposed (`haap_rl.runtime.device`) and everything else real:
+order, routes, waiting, tensor-parallel collectives, gradient sums, overhead. Every plan's losses are compared with
+those of one process.
 
 Tensor-parallel units are profiled with their collectives, in place, under pacing. Every plan that was run is a file
 under out/runs/, so the same command goes on where it was stopped.
@@ -38,9 +39,16 @@ from haap_rl.problem.cluster import GIB, Cluster, DeviceGroup, DeviceType, Link
 from haap_rl.problem.errors import InputError, yes_or_no
 from haap_rl.problem.model import Model
 from haap_rl.problem.plan import Plan, Problem
-from haap_rl.runtime.compare import Measured, StageMeasured, expected_in_flight, measure
+from haap_rl.runtime.compare import (
+    Measured,
+    StageMeasured,
+    expected_held,
+    expected_in_flight,
+    fullest,
+    measure,
+)
 from haap_rl.runtime.device import MOST_OVERRUN, Pacing, Target, imposed, unit_targets
-from haap_rl.runtime.executor import Event, Report
+from haap_rl.runtime.executor import Event, Held, Report
 from haap_rl.runtime.job import Job, full_size, tiny
 from haap_rl.runtime.profiling import Cell, time_alone, time_paced
 from haap_rl.runtime.routes import Place
@@ -70,8 +78,9 @@ TPS = (1, 2)
 EVALUATIONS, SEED = 20_000, 0
 OTHERS, WITHIN = 5, 2.0  # further plans, none predicted to be so many times as slow as the best
 DRAWN = 400
+UNIFORM = {"uniform": "all", "uniform, one kind": "part"}  # plan -> devices of Megatron-LM's grid
 APART = 0.02  # predictions that are nearer to each other order no pair
-STEPS, QUICK_STEPS = 6, 3  # the first only warms up
+STEPS, QUICK_STEPS = 5, 3  # the first only warms up
 REPEATS, QUICK_REPEATS = 8, 4
 OPTIONS = {"out": None, "quick": False}
 
@@ -85,10 +94,17 @@ class Run(NamedTuple):
     measured: Measured
     loss_difference: float
     reports: tuple[Report, ...]
+    memory: tuple[tuple[Held, ...], ...]  # predicted, per stage and replica group
 
     @property
     def error(self) -> float:
         return self.estimate.iteration_s / self.measured.iteration_s - 1.0
+
+    @property
+    def memory_errors(self) -> list[float]:
+        """Of each stage's fullest device, all that it holds."""
+        pairs = fullest(self.memory, self.measured.held)
+        return [predicted.total / measured.total - 1.0 for predicted, measured in pairs]
 
 
 def problem_here() -> Problem:
@@ -151,8 +167,11 @@ def _measured_for(problem: Problem, collectives_included: bool) -> MeasuredFor:
 
 # --------------------------------------------------------------------------------------------------- plans
 def plans_to_run(problem: Problem, profile: Profile) -> dict[str, Plan]:
-    """The best plan found, Megatron-LM's best uniform one on all devices, and others drawn at random."""
-    searchers: dict[str, Searcher] = {"ours": AutoHAAP(), "uniform": Megatron(devices="all")}
+    """The best plan found, Megatron-LM's best uniform ones, and others drawn at random, no plan twice."""
+    searchers: dict[str, Searcher] = {
+        "ours": AutoHAAP(),
+        **{name: Megatron(devices) for name, devices in UNIFORM.items()},
+    }
     chosen: dict[str, Plan] = {}
     for name, searcher in searchers.items():
         result = run_search(searcher, problem, Budget(EVALUATIONS), SEED, SPACE, profile=profile)
@@ -192,30 +211,32 @@ def run_plan(
     }
 
 
-def _run(name: str, plan: Plan, estimate: Estimate, data: Mapping[str, Any]) -> Run:
+def _run(name: str, plan: Plan, estimate: Estimate, memory: Sequence[Sequence[Held]], data: Mapping[str, Any]) -> Run:
     """A Run from JSON data."""
     measured = dict(data["measured"])
     measured["stages"] = tuple(StageMeasured(*stage) for stage in measured["stages"])
-    for key in ("in_flight", "activation_bytes"):
-        measured[key] = tuple(measured[key])
+    measured["in_flight"] = tuple(measured["in_flight"])
+    measured["held"] = tuple(tuple(Held(*group) for group in stage) for stage in measured["held"])
     reports = tuple(
         Report(
             **{
                 **report,
                 "place": Place(*report["place"]),
                 "losses": tuple(report["losses"]),
+                "held": Held(*report["held"]),
                 "events": tuple(tuple(Event(*event) for event in step) for step in report["events"]),
             }
         )
         for report in data["reports"]
     )
-    return Run(name, plan, estimate, Measured(**measured), data["loss_difference"], reports)
+    return Run(name, plan, estimate, Measured(**measured), data["loss_difference"], reports, tuple(map(tuple, memory)))
 
 
 # ----------------------------------------------------------------------------------------------- what came of it
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
     """The figures that the table's claims rest on; shares in percent where the key says so."""
     errors = [100 * abs(run.error) for run in runs]
+    of_memory = [100 * abs(error) for run in runs for error in run.memory_errors]
     pairs = [
         (a, b)
         for a, b in itertools.combinations(runs, 2)
@@ -227,22 +248,20 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     ]
     picked = min(runs, key=lambda run: run.estimate.iteration_s)
     best_s = min(run.measured.iteration_s for run in runs)
-    by_name = {run.name: run.measured.iteration_s for run in runs}
+    measured = {run.name: run.measured.iteration_s for run in runs}
+    predicted = {run.name: run.estimate.iteration_s for run in runs}
     return {
         "mean_error_pct": statistics.fmean(errors),
         "worst_error_pct": max(errors),
+        "mean_memory_error_pct": statistics.fmean(of_memory),
+        "worst_memory_error_pct": max(of_memory),
         "pairs_in_order_pct": 100 * statistics.fmean(ordered) if ordered else 100.0,
         "pairs": len(pairs),
         "regret_pct": 100 * (picked.measured.iteration_s / best_s - 1),
         "max_loss_difference": max(run.loss_difference for run in runs),
         "replay_error_pct": max(100 * abs(run.measured.replay_error) for run in runs),
-        "gain_over_uniform_pct": 100 * (by_name["uniform"] / by_name["ours"] - 1),
-        "predicted_gain_over_uniform_pct": 100
-        * (
-            next(run.estimate.iteration_s for run in runs if run.name == "uniform")
-            / next(run.estimate.iteration_s for run in runs if run.name == "ours")
-            - 1
-        ),
+        "gain_over_uniform_pct": _gain_pct(measured),
+        "predicted_gain_over_uniform_pct": _gain_pct(predicted),
         "overrun_share": max(run.measured.overrun_share for run in runs),
         "in_flight_as_predicted": all(
             run.measured.in_flight == expected_in_flight(len(run.plan.stages), run.plan.num_microbatches)
@@ -250,6 +269,11 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         ),
         "plans": len(runs),
     }
+
+
+def _gain_pct(seconds: Mapping[str, float]) -> float:
+    """How much faster our plan is than the faster of the uniform ones."""
+    return 100 * (min(seconds[name] for name in UNIFORM) / seconds["ours"] - 1)
 
 
 def described(plan: Plan) -> str:
@@ -273,6 +297,7 @@ def table_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "spread_pct": 100 * run.measured.spread,
             "loss_difference": run.loss_difference,
             "in_flight": " ".join(map(str, run.measured.in_flight)),
+            "memory_error_pct": " ".join(f"{100 * error:+.1f}" for error in run.memory_errors),
             "overrun_pct": 100 * run.measured.overrun_share,
         }
         for run in runs
@@ -282,13 +307,13 @@ def table_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def text(runs: Sequence[Run], figures: Mapping[str, Any]) -> str:
     """The report in Markdown."""
     header = ["plan", "stages (units: replicas x samples)", "predicted, s", "measured, s", "error, %", "replay, %",
-              "losses apart", "in flight", "overrun, %"]  # fmt: skip
+              "memory by stage, %", "losses apart", "in flight", "overrun, %"]  # fmt: skip
     body = [
         [
             row["plan"], row["what"], f"{row['predicted_s']:.3f}", f"{row['measured_s']:.3f}",
             f"{row['error_pct']:+.1f}",
-            f"{row['replay_error_pct']:+.1f}", f"{row['loss_difference']:.1e}", row["in_flight"],
-            f"{row['overrun_pct']:.1f}",
+            f"{row['replay_error_pct']:+.1f}", row["memory_error_pct"], f"{row['loss_difference']:.1e}",
+            row["in_flight"], f"{row['overrun_pct']:.1f}",
         ]
         for row in sorted(table_rows(runs), key=lambda row: row["predicted_s"])
     ]  # fmt: skip
@@ -296,15 +321,16 @@ def text(runs: Sequence[Run], figures: Mapping[str, Any]) -> str:
         "## Plans that were run",
         "",
         f"{MODEL.num_layers} layers on {' + '.join(f'{count} {name}' for name, count in DEVICES.items())}, times "
-        "imposed. Replay: the schedule's recurrence fed with the times measured in the same run.",
+        "imposed. Errors are predicted over measured. Replay: the schedule's recurrence fed with the times measured in "
+        "the same run. Memory: all that the fullest device of each stage holds.",
         "",
         markdown(header, body),
         "",
         f"Mean error {figures['mean_error_pct']:.1f} %, worst {figures['worst_error_pct']:.1f} %; "
         f"{figures['pairs_in_order_pct']:.0f} % of {figures['pairs']} pairs in order; regret "
-        f"{figures['regret_pct']:.1f} %. Ours is {figures['gain_over_uniform_pct']:.0f} % faster than the uniform plan "
-        "as executed "
-        f"({figures['predicted_gain_over_uniform_pct']:.0f} % predicted).",
+        f"{figures['regret_pct']:.1f} %. Memory: mean error {figures['mean_memory_error_pct']:.1f} %, worst "
+        f"{figures['worst_memory_error_pct']:.1f} %. As executed, ours is {figures['gain_over_uniform_pct']:.0f} % "
+        f"faster than the faster uniform plan ({figures['predicted_gain_over_uniform_pct']:.0f} % predicted).",
     ]
     if figures["overrun_share"] > MOST_OVERRUN:
         lines.append(
@@ -387,7 +413,7 @@ def draw_errors(runs: Sequence[Run], path: Path) -> None:
     here.plot([low, high], [low, high], color="0.6", linewidth=0.8)
     for run in runs:
         x, y = run.estimate.iteration_s, run.measured.iteration_s
-        here.plot(x, y, "o", color="#f58518" if run.name in ("ours", "uniform") else "#4c78a8", markersize=6)
+        here.plot(x, y, "o", color="#f58518" if run.name in ("ours", *UNIFORM) else "#4c78a8", markersize=6)
         here.annotate(run.name, (x, y), xytext=(6, -10), textcoords="offset points", fontsize=8)
     here.set_xlim(low, high)
     here.set_ylim(low, high)
@@ -438,7 +464,7 @@ def plan_to_run(options: Mapping[str, Any]) -> int:
                     settings,
                     lambda plan=plan, pacing=pacing: run_plan(session, job, plan, pacing, steps, alone),  # type: ignore[misc]
                 )
-                runs.append(_run(name, plan, predict(plan), data))
+                runs.append(_run(name, plan, predict(plan), expected_held(problem, job, plan), data))
                 print(
                     f"{name}: predicted {runs[-1].estimate.iteration_s:.3f} s, measured "
                     f"{runs[-1].measured.iteration_s:.3f} s ({runs[-1].error:+.1%}), load {data['machine_load']:.1f}",

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from haap_rl.cost.estimator import Estimator
     from haap_rl.runtime.compare import Measured, Row
     from haap_rl.runtime.device import Pacing
+    from haap_rl.runtime.executor import Held
     from haap_rl.runtime.job import Job
     from haap_rl.runtime.survival import Survived
     from haap_rl.runtime.training import Checkpoint, Trained
 
 SIZES = ("tiny", "full")
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 KEYS = (
     "model", "cluster", "problem", "estimator", "plan", "steps", "check", "size", "dtype", "seed", "pacing",
     "time_scale", "dilation", "processes", "port", "timeout_s", "load", "save", "then", "every", "out",
@@ -41,6 +43,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from haap_rl.cost.estimator import Estimator
     from haap_rl.cost.profile_files import profile_from_config
     from haap_rl.problem.presets import problem_from_config
+    from haap_rl.runtime.compare import expected_held
     from haap_rl.runtime.session import under_torchrun
     from haap_rl.tracking.record import check_writable
 
@@ -70,7 +73,10 @@ def run(config: dict[str, Any], directory: Path) -> int:
     except KeyboardInterrupt:
         print("haap_rl: interrupted; all ranks were ended", file=sys.stderr)
         return 130
-    return _told(config, directory, job, plan, estimator(plan), check, begin, found, before) if first else 0
+    if not first:
+        return 0
+    memory = expected_held(problem, job, plan)
+    return _told(config, directory, job, plan, estimator(plan), memory, check, begin, found, before)
 
 
 def _job(problem: Problem, plan: Plan, config: dict[str, Any]) -> Job:
@@ -188,6 +194,7 @@ def _told(
     job: Job,
     plan: Plan,
     cost: Estimate,
+    memory: Sequence[Sequence[Held]],
     check: bool,
     begin: Checkpoint | None,
     found: Sequence[Trained],
@@ -197,7 +204,7 @@ def _told(
     from rich.console import Console
 
     from haap_rl.runtime.checkpoint import checkpoint_bytes
-    from haap_rl.runtime.compare import chrome_trace, expected_in_flight, measure, rows
+    from haap_rl.runtime.compare import chrome_trace, expected_in_flight, fullest, measure, rows
     from haap_rl.runtime.device import MOST_OVERRUN
     from haap_rl.tracking.record import to_json_text, write_files
 
@@ -207,6 +214,7 @@ def _told(
     seen = measure(reports, plan.num_microbatches)
     scale = float(config["time_scale"]) if config["pacing"] == "imposed" else 1.0
     table = rows(cost, seen, scale)
+    held = fullest(memory, seen.held)
     expected = expected_in_flight(len(plan.stages), plan.num_microbatches)
     result: dict[str, Any] = {
         "model": job.model.name,
@@ -224,16 +232,21 @@ def _told(
         "overrun_share": seen.overrun_share,
         "in_flight": list(seen.in_flight),
         "predicted_in_flight": list(expected),
-        "activation_bytes": list(seen.activation_bytes),
         "parts": [row._asdict() for row in table],
+        "memory_bytes": [
+            {"stage": i, "predicted": predicted._asdict(), "measured": measured._asdict()}
+            for i, (predicted, measured) in enumerate(held)
+        ],
     }
     status = 0
     console = Console(width=None if sys.stdout.isatty() else 120)
     lines: list[str] = []
     if check and checkpoint is not None:
         status = _checked(job, losses, checkpoint, begin, result, lines)
-    console.print(_table(table, config["pacing"]))
-    lines += _lines(config["pacing"], seen, result)
+    comparable = config["pacing"] == "imposed" or config["size"] == "full"
+    console.print(_table(table, config["pacing"], comparable))
+    console.print(_memory_table(held))
+    lines += _lines(seen, result, comparable)
     if seen.in_flight != expected:
         lines.append(f"in flight {seen.in_flight}, the memory model has {expected}")
     if seen.overrun_share > MOST_OVERRUN:
@@ -280,31 +293,54 @@ def _checked(
     return 0 if good else 1
 
 
-def _table(table: Sequence[Row], mode: str) -> Any:
-    from rich.table import Table
-
+def _table(table: Sequence[Row], mode: str, comparable: bool) -> Any:
     whose = "this machine" if mode == "native" else f"{mode} here"
-    shown_table = Table(title=f"ms per micro-batch; sync and optimiser per step; measured: {whose}")
-    for name in ("stage", "part", "predicted", "measured", "error"):
-        shown_table.add_column(name, justify="left" if name == "part" else "right")
+    shown_table = _columns(f"ms per micro-batch; sync and optimiser per step; measured: {whose}")
     for row in table:
         measured = "-" if row.measured_s is None else f"{1e3 * row.measured_s:.2f}"
-        known = row.measured_s and row.predicted_s
-        error = f"{row.predicted_s / row.measured_s - 1:+.1%}" if known and row.measured_s else "-"
+        error = _error(row.predicted_s, row.measured_s) if comparable else "-"
         shown_table.add_row(str(row.stage), row.part, f"{1e3 * row.predicted_s:.2f}", measured, error)
     return shown_table
 
 
-def _lines(mode: str, seen: Measured, result: dict[str, Any]) -> list[str]:
+def _memory_table(held: Sequence[tuple[Held, Held]]) -> Any:
+    largest = max(max(*predicted, *measured) for predicted, measured in held)
+    unit, size = next((name, size) for name, size in UNITS if largest >= size or size == 1)
+    shown_table = _columns(f"{unit} on a device of the fullest replica group; predicted: the job as it is run here")
+    for stage, (predicted, measured) in enumerate(held):
+        for part, expected, seen in zip(predicted._fields, predicted, measured, strict=True):
+            row = (f"{expected / size:.2f}", f"{seen / size:.2f}", _error(expected, seen))
+            shown_table.add_row(str(stage), part, *row)
+    return shown_table
+
+
+def _columns(title: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in ("stage", "part", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    return table
+
+
+def _error(predicted: float, measured: float | None) -> str:
+    return f"{predicted / measured - 1:+.1%}" if predicted and measured else "-"
+
+
+def _lines(seen: Measured, result: dict[str, Any], comparable: bool) -> list[str]:
     predicted = result["predicted_iteration_time_s"]
+    error = f" ({result['error']:+.1%})" if comparable else ""
     lines = [
-        f"iteration: predicted {predicted:.4f} s, measured {seen.iteration_s:.4f} s ({result['error']:+.1%}); by the "
-        f"schedule from measured times {seen.replayed_s:.4f} s ({seen.replay_error:+.1%})",
+        f"iteration: predicted {predicted:.4f} s, measured {seen.iteration_s:.4f} s{error}; by the schedule from "
+        f"measured times {seen.replayed_s:.4f} s ({seen.replay_error:+.1%})",
         f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}; overrun {seen.overrun_share:.1%}; load of the "
         f"machine {result['machine_load']:.1f}",
     ]
-    if mode != "imposed":
-        lines.append("predicted is for the plan's cluster, measured is this machine; device=imposed compares the two")
+    if not comparable:
+        lines.append(
+            "predicted times are the model's on the plan's cluster, measured those of the tiny one here; "
+            "device=imposed compares the two"
+        )
     return lines
 
 

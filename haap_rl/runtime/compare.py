@@ -7,12 +7,16 @@ of the schedule and of the synchronisation at its end, without any error of the 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from haap_rl.cost.estimate import Estimate
+from haap_rl.cost.estimate import Estimate, StageMemory
+from haap_rl.cost.estimator import Estimator
 from haap_rl.cost.schedule import in_flight, stage_ends_s
-from haap_rl.runtime.executor import Event, Report
+from haap_rl.problem.plan import Plan, Problem
+from haap_rl.runtime.executor import Event, Held, Report
+from haap_rl.runtime.job import Job
 
 
 class StageMeasured(NamedTuple):
@@ -46,7 +50,7 @@ class Measured(NamedTuple):
     stages: tuple[StageMeasured, ...]
     replayed_s: float
     in_flight: tuple[int, ...]
-    activation_bytes: tuple[int, ...]  # per stage, of the rank that keeps most
+    held: tuple[tuple[Held, ...], ...]  # per stage, per replica group, of the rank that holds most
     overrun_share: float
 
     @property
@@ -74,18 +78,23 @@ def measure(reports: Sequence[Report], num_microbatches: int) -> Measured:
     stages = tuple(_median([found[i] for found in per_step]) for i in range(num_stages))
     paced, overran = (sum(getattr(report, name) for report in reports) for name in ("paced", "overran"))
 
-    def most(value: Callable[[Report], int]) -> tuple[int, ...]:
-        return tuple(max(value(r) for r in reports if r.place.stage == i) for i in range(num_stages))
-
     return Measured(
         iteration_s=iteration_s,
         spread=(max(ends) - min(ends)) / iteration_s,
         stages=stages,
         replayed_s=replay_s(stages, num_microbatches),
-        in_flight=most(lambda report: report.in_flight),
-        activation_bytes=most(lambda report: report.activation_bytes),
+        in_flight=tuple(max(r.in_flight for r in reports if r.place.stage == i) for i in range(num_stages)),
+        held=tuple(_held(reports, i) for i in range(num_stages)),
         overrun_share=overran / paced if paced else 0.0,
     )
+
+
+def _held(reports: Sequence[Report], stage: int) -> tuple[Held, ...]:
+    by_group: dict[int, list[Held]] = {}
+    for report in reports:
+        if report.place.stage == stage:
+            by_group.setdefault(report.place.replica_group, []).append(report.held)
+    return tuple(max(by_group[group], key=lambda held: held.total) for group in sorted(by_group))
 
 
 def _stages(reports: Sequence[Report], step: int, num_stages: int) -> list[StageMeasured]:
@@ -195,6 +204,30 @@ def rows(estimate: Estimate, found: Measured, scale: float = 1.0) -> list[Row]:
         if stage.tensor_parallel_s:
             table.append(Row(i, "of it tensor parallel", scale * stage.tensor_parallel_s, seen.collective_s))
     return table
+
+
+def expected_held(problem: Problem, job: Job, plan: Plan) -> tuple[tuple[Held, ...], ...]:
+    """What the memory model says of the job as it is run (its model and length, 4 or 8 bytes per value), per stage and
+    replica group. Of recomputation only what is kept, not the working set of the layer under way."""
+    groups = tuple(
+        replace(group, device=replace(group.device, peak_flops=(("fp32", 1.0),))) for group in problem.cluster.groups
+    )
+    cluster = replace(problem.cluster, groups=groups)
+    as_run = replace(problem, cluster=cluster, model=job.model, seq_len=job.seq_len, precision="fp32")
+    wider = job.torch_dtype.itemsize // 4
+
+    def held(memory: StageMemory) -> Held:
+        kept = memory.activations_bytes + memory.logits_bytes
+        parts = memory.weights_bytes, memory.gradients_bytes, memory.optimizer_bytes, kept
+        return Held(*(wider * part for part in parts))
+
+    return tuple(tuple(map(held, stage)) for stage in Estimator(as_run)(plan).memory)
+
+
+def fullest(predicted: Sequence[Sequence[Held]], measured: Sequence[Sequence[Held]]) -> list[tuple[Held, Held]]:
+    """(predicted, measured) of each stage's replica group that is predicted to hold most."""
+    pairs = (zip(expected, seen, strict=True) for expected, seen in zip(predicted, measured, strict=True))
+    return [max(stage, key=lambda pair: pair[0].total) for stage in pairs]
 
 
 def expected_in_flight(num_stages: int, num_microbatches: int) -> tuple[int, ...]:

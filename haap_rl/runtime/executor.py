@@ -49,12 +49,29 @@ class Event(NamedTuple):
         return self.end_s - self.start_s
 
 
+class Held(NamedTuple):
+    """Bytes that one rank holds.
+
+    gradients    when the last backward pass is done
+    optimizer    from step to step
+    activations  most that was kept for backward passes at once, the loss's logits with it, in the first step
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
 class Report(NamedTuple):
     """What one rank has to say of a run.
 
     events            per step
     in_flight         most micro-batches whose activations were held at once
-    activation_bytes  most bytes kept for backward passes at once, in the first step
     paced, overran    operations that were to last, and those that took longer, without the first of several steps
     """
 
@@ -62,7 +79,7 @@ class Report(NamedTuple):
     losses: tuple[float, ...]
     events: tuple[tuple[Event, ...], ...]
     in_flight: int
-    activation_bytes: int
+    held: Held
     paced: int
     overran: int
 
@@ -118,7 +135,7 @@ class Worker:
         self.pacing = pacing
         self.pacer = pacer_of(pacing, self.place.stage, self.place.replica_group, self.place.group)
         self.steps = 0
-        self.in_flight = self.activation_bytes = 0
+        self.in_flight = self.activation_bytes = self.gradient_bytes = 0
         self.events: list[Event] = []
         self._kept: dict[int, list[Kept]] = {}
         self._weights: dict[int, int] = {}  # bytes kept per micro-batch in flight
@@ -147,6 +164,7 @@ class Worker:
             self.watch("send", -1)
             work.wait()
         self._sent.clear()
+        self.gradient_bytes = sum(p.grad.nbytes for p in self.parameters.values() if p.grad is not None)
         self._update()
         if self.place.tp_index:  # each tensor-parallel rank of the last stage has the same loss
             losses.zero_()
@@ -389,16 +407,10 @@ class Worker:
 
     def report(self, losses: list[float], events: list[tuple[Event, ...]]) -> Report:
         """What this rank has to say of the steps it has done."""
+        weights = sum(parameter.nbytes for parameter in self.parameters.values())
+        held = Held(weights, self.gradient_bytes, self.updates.moment_bytes, self.activation_bytes)
         pacer = self.pacer
-        return Report(
-            self.place,
-            tuple(losses),
-            tuple(events),
-            self.in_flight,
-            self.activation_bytes,
-            pacer.paced,
-            pacer.overran,
-        )
+        return Report(self.place, tuple(losses), tuple(events), self.in_flight, held, pacer.paced, pacer.overran)
 
 
 class _Timed:

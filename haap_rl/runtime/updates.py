@@ -40,7 +40,10 @@ class Part(NamedTuple):
 
 
 class Piece:
-    """One piece of a stage's weights on one of its holders, as a flat vector with the chunk that this rank updates."""
+    """One piece of a stage's weights on one of its holders, as a flat vector with the chunk that this rank updates.
+
+    The chunk has values from the sum of the gradients to the end of the step only: weights are kept once.
+    """
 
     def __init__(
         self, number: int, parts: list[Part], sharded: int, size: int, index: int, group: Any, chunk: nn.Parameter
@@ -48,17 +51,27 @@ class Piece:
         self.number, self.parts, self.group = number, parts, group
         self.sharded = sharded  # values of the vector before those of whole weights
         self.size, self.index = size, index  # of the group's ranks that share the updates; 1 without ZeRO
-        self.chunk = chunk
+        self.chunk, self.width = chunk, chunk.numel()
 
     @property
     def begin(self) -> int:
         """Where the chunk begins in the vector."""
-        return self.index * self.chunk.numel()
+        return self.index * self.width
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector of these tensors, filled up with zeros to equal chunks."""
         values = torch.cat([part.of(tensors[part.name]).reshape(-1) for part in self.parts])
-        return nn.functional.pad(values, (0, self.size * self.chunk.numel() - values.numel()))
+        return nn.functional.pad(values, (0, self.size * self.width - values.numel()))
+
+    def take(self, tensors: Mapping[str, Tensor], gradient: Tensor) -> None:
+        """Give the chunk its values of these tensors, and its gradient."""
+        self.chunk.data = self.flat(tensors)[self.begin :][: self.width].clone()
+        self.chunk.grad = gradient
+
+    def release(self) -> None:
+        """Keep neither of them."""
+        self.chunk.grad = None
+        self.chunk.data = self.chunk.data.new_empty(0)
 
     def write(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Put a vector's values where they belong in these tensors."""
@@ -121,9 +134,9 @@ class Updates:
         index = holders.index(self.place.rank) if zero_stage else 0
         width = -(-total // size)
         some = next(iter(self.parameters.values()))
-        chunk = nn.Parameter(torch.zeros(width, dtype=some.dtype, device=some.device))
+        chunk = nn.Parameter(torch.empty(width, dtype=some.dtype, device=some.device))
         piece = Piece(number, sharded + whole, count, size, index, self.groups.of(holders), chunk)
-        chunk.data.copy_(piece.flat(self._values())[piece.begin : piece.begin + width])
+        piece.release()
         return piece
 
     def _values(self) -> dict[str, Tensor]:
@@ -145,18 +158,18 @@ class Updates:
 
     def reduce(self) -> None:
         """Sum gradients over the replicas, into the chunks that this rank updates."""
-        own = self.gradients()
+        own, values = self.gradients(), self._values()
         for piece in self.pieces:
             flat = piece.flat(own)
             if piece.size > 1:
-                chunk = torch.empty_like(piece.chunk)
+                chunk = flat.new_empty(piece.width)
                 scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 scatter(chunk, flat, group=piece.group)
-                piece.chunk.grad = chunk
+                piece.take(values, chunk)
             else:
                 if piece.group is not None:
                     dist.all_reduce(flat, group=piece.group)
-                piece.chunk.grad = flat
+                piece.take(values, flat)
 
     def tie(self) -> None:
         """Sum the gradient of a tied embedding over the first and the last stage.
@@ -212,17 +225,23 @@ class Updates:
         values = self._values()
         for piece in self.pieces:
             piece.write(piece.whole(piece.chunk.detach()), values)
+            piece.release()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     # --------------------------------------------------------------------------------------- the state
+    @property
+    def moment_bytes(self) -> int:
+        """What the optimiser keeps from step to step."""
+        return sum(self.optimizer.state[piece.chunk][key].nbytes for piece in self.pieces for key in MOMENTS)
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """{kind: {name: this rank's shard}} of weights and moments."""
         found = {"weights": {name: value.clone() for name, value in self._values().items()}}
         for kind, key in zip(KINDS[1:], MOMENTS, strict=True):
             found[kind] = {name: torch.zeros_like(value) for name, value in self._values().items()}
             for piece in self.pieces:
-                moment = self.optimizer.state[piece.chunk].get(key, torch.zeros_like(piece.chunk))
+                moment = self.optimizer.state[piece.chunk].get(key, piece.chunk.detach().new_zeros(piece.width))
                 piece.write(piece.whole(moment), found[kind])
         return found
 
@@ -232,9 +251,8 @@ class Updates:
             for name, parameter in self.parameters.items():
                 parameter.copy_(shards["weights"][name])
         for piece in self.pieces:
-            vectors = [piece.flat(shards[kind])[piece.begin :][: piece.chunk.numel()].clone() for kind in KINDS]
-            piece.chunk.data.copy_(vectors[0])
+            vectors = [piece.flat(shards[kind])[piece.begin :][: piece.width].clone() for kind in KINDS[1:]]
             self.optimizer.state[piece.chunk] = {
                 "step": torch.tensor(float(step)),
-                **dict(zip(MOMENTS, vectors[1:], strict=True)),
+                **dict(zip(MOMENTS, vectors, strict=True)),
             }

@@ -8,6 +8,7 @@ import pytest
 from experiments.plan_to_run import (
     SIZES,
     SLOWER,
+    UNIFORM,
     _run,
     described,
     draw,
@@ -22,7 +23,7 @@ from experiments.plan_to_run import (
 from haap_rl.cost.estimator import Estimator
 from haap_rl.cost.profiles import UNITS, MeasuredFor, Profile, UnitCell
 from haap_rl.problem.plan import Plan, ReplicaGroup, Stage
-from haap_rl.runtime.compare import expected_in_flight
+from haap_rl.runtime.compare import expected_held, expected_in_flight
 from haap_rl.runtime.device import imposed
 from haap_rl.runtime.job import tiny
 from haap_rl.runtime.session import Session
@@ -55,32 +56,36 @@ def fake(name, predicted_s, measured_s, overrun=0.0, stages=2):
     estimate = SimpleNamespace(iteration_s=predicted_s)
     return SimpleNamespace(
         name=name, plan=plan, estimate=estimate, measured=measured, loss_difference=1e-7,
-        error=predicted_s / measured_s - 1,
+        error=predicted_s / measured_s - 1, memory_errors=[-0.02, 0.06],
     )  # fmt: skip
 
 
 def test_the_figures_by_hand():
-    found = summary([fake("ours", 1.0, 1.25, 0.01), fake("uniform", 1.5, 2.0), fake("other", 1.51, 1.0)])
+    slower = fake("uniform, one kind", 4.0, 4.0)
+    found = summary([fake("ours", 1.0, 1.25, 0.01), fake("uniform", 1.5, 2.0), slower, fake("other", 1.51, 1.0)])
     assert found.keys() >= NAMED
-    assert found["mean_error_pct"] == pytest.approx((20 + 25 + 51) / 3)
+    assert found["mean_error_pct"] == pytest.approx((20 + 25 + 0 + 51) / 4)
     assert found["worst_error_pct"] == pytest.approx(51)
-    # uniform and other are predicted within 2 % of each other; of the two pairs left one is in order
-    assert (found["pairs"], found["pairs_in_order_pct"]) == (2, 50)
+    assert (found["mean_memory_error_pct"], found["worst_memory_error_pct"]) == (4, 6)
+    # uniform and other are predicted within 2 % of each other; of the five pairs left four are in order
+    assert (found["pairs"], found["pairs_in_order_pct"]) == (5, 80)
     assert found["regret_pct"] == pytest.approx(25)
     assert found["gain_over_uniform_pct"] == pytest.approx(60)
+    assert found["predicted_gain_over_uniform_pct"] == pytest.approx(50)
     assert found["replay_error_pct"] == pytest.approx(1)
     assert found["overrun_share"] == 0.01
     assert found["in_flight_as_predicted"]
 
 
-def test_seven_different_plans_are_chosen_and_ours_is_predicted_to_be_the_fastest():
+def test_eight_different_plans_are_chosen_and_ours_is_predicted_to_be_the_fastest():
     plans = plans_to_run(PROBLEM, profile())
-    assert list(plans) == ["ours", "uniform", *(f"other {k}" for k in range(1, 6))]
-    assert len(set(plans.values())) == 7
+    assert list(plans) == ["ours", *UNIFORM, *(f"other {k}" for k in range(1, 6))]
+    assert len(set(plans.values())) == 8
     estimator = Estimator(PROBLEM, profile=profile())
     times = [estimator(plan).iteration_s for plan in plans.values()]
     assert min(times) == times[0]
-    assert len({(r.tp, r.dp, r.microbatch_size) for s in plans["uniform"].stages for r in s.replicas}) == 1
+    for name in UNIFORM:
+        assert len({(r.tp, r.dp, r.microbatch_size) for s in plans[name].stages for r in s.replicas}) == 1
 
 
 def test_a_plan_is_run_kept_as_json_and_drawn(tmp_path):
@@ -89,10 +94,11 @@ def test_a_plan_is_run_kept_as_json_and_drawn(tmp_path):
     estimator, job = Estimator(PROBLEM, profile=profile(0.0005)), tiny(PROBLEM)
     with Session(2) as session:
         data = run_plan(session, job, plan, imposed(estimator, plan), 2, one_process(job, 2)[0])
-    run = _run("ours", plan, estimator(plan), json.loads(json.dumps(data)))
+    run = _run("ours", plan, estimator(plan), expected_held(PROBLEM, job, plan), json.loads(json.dumps(data)))
     assert run.loss_difference <= 1e-5
     assert run.measured.in_flight == (2, 1)
-    runs = [run, run._replace(name="uniform")]
+    assert all(abs(error) < 0.3 for error in run.memory_errors)
+    runs = [run, *(run._replace(name=name) for name in UNIFORM)]
     figures = summary(runs)
     assert figures["gain_over_uniform_pct"] == 0
     assert described(plan) == "m=4; 8: fast tp1 dp1 x6 -> 4: slow tp1 dp1 x6"

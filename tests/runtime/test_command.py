@@ -57,6 +57,8 @@ def test_a_plan_is_run_checked_kept_and_gone_on_with(plan_file, tmp_path, capsys
     assert result["max_loss_difference"] <= 1e-5
     assert result["in_flight"] == result["predicted_in_flight"] == [2, 1]
     assert {row["part"] for row in result["parts"]} >= {"forward", "backward", "gradient sync", "optimiser"}
+    memory = [(stage["predicted"], stage["measured"]) for stage in result["memory_bytes"]]
+    assert all(predicted[part] == measured[part] for predicted, measured in memory for part in ("weights", "gradients"))
     trace = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {entry["tid"] for entry in trace} == {0, 1, 2, 3}
     # goes on where it stopped, with times imposed and as one process would

@@ -6,9 +6,16 @@ import pytest
 
 from haap_rl.cost.estimator import Estimator
 from haap_rl.cost.profiles import UNITS, MeasuredFor, Profile, UnitCell
-from haap_rl.runtime.compare import StageMeasured, chrome_trace, expected_in_flight, measure, replay_s, rows
+from haap_rl.runtime.compare import (
+    StageMeasured,
+    chrome_trace,
+    expected_in_flight,
+    measure,
+    replay_s,
+    rows,
+)
 from haap_rl.runtime.device import MOST_OVERRUN, Pacer, Target, imposed
-from haap_rl.runtime.executor import Event, Report
+from haap_rl.runtime.executor import Event, Held, Report
 from haap_rl.runtime.routes import Place
 from haap_rl.runtime.training import one_process, train
 from tests.runtime.plans import LLAMA, job, plan, problem, stage
@@ -50,7 +57,7 @@ def test_what_is_measured_by_hand():
         Place(0, 0, "a", 0, 0, 1, 0, 0, 2), (1.0,),
         ((event("forward", 0, 0, 1), event("wait backward", 0, 1, 6.5), event("backward", 0, 6.5, 8), *end,
           event("gather", -1, 9.75, 10)),),
-        1, 100, 10, 0,
+        1, Held(8, 8, 16, 100), 10, 0,
     )  # fmt: skip
     late = []
     for rank, until in ((1, 5.0), (2, 6.0)):
@@ -59,11 +66,15 @@ def test_what_is_measured_by_hand():
             event("sync", -1, until, 6.5), event("clip", -1, 6.5, 9), event("optimizer", -1, 9, 9.5),
             event("gather", -1, 9.5, 9.75),
         )  # fmt: skip
-        late.append(Report(Place(rank, 1, "b", 0, rank - 1, 1, 0, rank - 1, rank), (1.0,), (events,), 1, 50, 10, 2))
+        late.append(
+            Report(
+                Place(rank, 1, "b", 0, rank - 1, 1, 0, rank - 1, rank), (1.0,), (events,), 1, Held(4, 4, 8, 50), 10, 2
+            )
+        )
     found = measure([first, *late], 1)
     assert found.iteration_s == 10
     assert found.in_flight == (1, 1) == expected_in_flight(2, 1)
-    assert found.activation_bytes == (100, 50)
+    assert found.held == ((Held(8, 8, 16, 100),), (Held(4, 4, 8, 50),))
     assert found.overrun_share == pytest.approx(4 / 30)
     assert found.stages[0] == (1, 1.5, 0, None, 0.5, None, 1, 0.5, 0.25, 0.25)
     # the slowest replica's backward; the sync of the one that came last
