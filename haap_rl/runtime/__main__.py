@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SIZES = ("tiny", "full")
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+HELD = ("weights", "gradients", "optimiser", "activations")  # the parts of a Held
 KEYS = (
     "model", "cluster", "problem", "estimator", "plan", "steps", "check", "size", "dtype", "seed", "pacing",
     "time_scale", "dilation", "processes", "port", "timeout_s", "load", "save", "then", "every", "out",
@@ -127,11 +128,12 @@ def _trained(
     from haap_rl.runtime.training import train
 
     timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
+    told = Told(steps, begin)
     arguments = (job, plan, steps, pacing, begin, config["check"] or config["save"] is not None)
     needed = sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
     if under_torchrun():
         _enough(needed, int(os.environ["WORLD_SIZE"]))
-        with from_torchrun(timeout_s) as member:
+        with from_torchrun(timeout_s, told) as member:
             mine = train(member, *arguments)
             found: list[Any] | None = [None] * member.world_size if member.rank == 0 else None
             member.groups.prepare_world()
@@ -142,8 +144,22 @@ def _trained(
     _enough(needed, processes)
     port = _port(config)
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "cpu"
-    with Session(processes, kind, port, timeout_s) as session:
+    with Session(processes, kind, port, timeout_s, told) as session:
         return session.call(train, *arguments)
+
+
+class Told:
+    """Prints a line for the first of `steps` steps from a checkpoint, and after every tenth of them."""
+
+    def __init__(self, steps: int, begin: Checkpoint | None) -> None:
+        self._steps, self._begin = steps, 0 if begin is None else begin.step
+        self._tenths = -1
+
+    def __call__(self, done: int, loss: float) -> None:
+        tenths = 10 * (done - self._begin) // self._steps
+        if tenths > self._tenths:
+            self._tenths = tenths
+            print(f"step {done} of {self._begin + self._steps}: loss {loss:.4f}", flush=True)
 
 
 def _survived(
@@ -170,7 +186,8 @@ def _survived(
     every = positive_int("runtime", "every", config["every"])
     timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
     pacings = pacing, _pacing(estimator, other, config)
-    return train_in_pieces(job, (plan, other), pacings, steps, every, begin, "cpu", _port(config), timeout_s)
+    told = Told(steps, begin)
+    return train_in_pieces(job, (plan, other), pacings, steps, every, begin, "cpu", _port(config), timeout_s, told)
 
 
 def _port(config: dict[str, Any]) -> int:
@@ -294,8 +311,7 @@ def _checked(
 
 
 def _table(table: Sequence[Row], mode: str, comparable: bool) -> Any:
-    whose = "this machine" if mode == "native" else f"{mode} here"
-    shown_table = _columns(f"ms per micro-batch; sync and optimiser per step; measured: {whose}")
+    shown_table = _columns(f"ms per micro-batch (sync, optimiser: per step), {mode}")
     for row in table:
         measured = "-" if row.measured_s is None else f"{1e3 * row.measured_s:.2f}"
         error = _error(row.predicted_s, row.measured_s) if comparable else "-"
@@ -306,9 +322,9 @@ def _table(table: Sequence[Row], mode: str, comparable: bool) -> Any:
 def _memory_table(held: Sequence[tuple[Held, Held]]) -> Any:
     largest = max(max(*predicted, *measured) for predicted, measured in held)
     unit, size = next((name, size) for name, size in UNITS if largest >= size or size == 1)
-    shown_table = _columns(f"{unit} on a device of the fullest replica group; predicted: the job as it is run here")
+    shown_table = _columns(f"{unit} on the fullest device, job as run")
     for stage, (predicted, measured) in enumerate(held):
-        for part, expected, seen in zip(predicted._fields, predicted, measured, strict=True):
+        for part, expected, seen in zip(HELD, predicted, measured, strict=True):
             row = (f"{expected / size:.2f}", f"{seen / size:.2f}", _error(expected, seen))
             shown_table.add_row(str(stage), part, *row)
     return shown_table

@@ -207,8 +207,11 @@ def rows(estimate: Estimate, found: Measured, scale: float = 1.0) -> list[Row]:
 
 
 def expected_held(problem: Problem, job: Job, plan: Plan) -> tuple[tuple[Held, ...], ...]:
-    """What the memory model says of the job as it is run (its model and length, 4 or 8 bytes per value), per stage and
-    replica group. Of recomputation only what is kept, not the working set of the layer under way."""
+    """What the memory model says of the job as it is run, per stage and replica group.
+
+    That is: its own model and length, 4 or 8 bytes per value, no sequence parallelism; of recomputation only what is
+    kept, not the working set of the layer under way.
+    """
     groups = tuple(
         replace(group, device=replace(group.device, peak_flops=(("fp32", 1.0),))) for group in problem.cluster.groups
     )
@@ -221,7 +224,7 @@ def expected_held(problem: Problem, job: Job, plan: Plan) -> tuple[tuple[Held, .
         parts = memory.weights_bytes, memory.gradients_bytes, memory.optimizer_bytes, kept
         return Held(*(wider * part for part in parts))
 
-    return tuple(tuple(map(held, stage)) for stage in Estimator(as_run)(plan).memory)
+    return tuple(tuple(map(held, stage)) for stage in Estimator(as_run)(replace(plan, sequence_parallel=False)).memory)
 
 
 def fullest(predicted: Sequence[Sequence[Held]], measured: Sequence[Sequence[Held]]) -> list[tuple[Held, Held]]:

@@ -306,8 +306,8 @@ class Head(Unit):
         total = (logits - highest[..., None]).exp().sum(dim=-1)
         local, inside = _own_vocabulary(targets, self.job.model, self.ranks)
         chosen = logits.gather(-1, local[..., None])[..., 0] * inside.to(logits.dtype)
-        total, chosen = summed(torch.stack((total, chosen)), self.ranks)
-        return (total.log() + highest - chosen).sum()
+        both = summed(torch.stack((total, chosen)), self.ranks)
+        return (both[0].log() + highest - both[1]).sum()
 
     def named(self) -> dict[str, nn.Parameter]:
         found = super().named()

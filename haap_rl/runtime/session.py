@@ -52,6 +52,7 @@ WAITS = (
 TOLD = 3  # exit status of a rank that has said what was wrong
 NOTED = 4  # numbers that a rank notes: stage, index in DOING, micro-batch, since when
 POLL_S = 0.2
+OnStep = Callable[[int, float], None]  # told the steps that are done, and the last one's loss
 
 
 class RankError(InputError):
@@ -61,12 +62,14 @@ class RankError(InputError):
 class Member:
     """One rank's place in the world, as the functions that it is handed see it."""
 
-    def __init__(self, rank: int, world_size: int, kind: str, timeout_s: float, notes: Any = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, kind: str, timeout_s: float, notes: Any = None, on_step: OnStep | None = None
+    ) -> None:
         self.rank, self.world_size, self.kind = rank, world_size, kind
         self.device = device_of(rank, kind)
         self.stage = -1
         self.doing = "starting", -1
-        self._notes = notes
+        self._notes, self._on_step = notes, on_step
         self.groups = Groups(LATER * timeout_s)
 
     def watch(self, doing: str, microbatch: int) -> None:
@@ -75,6 +78,13 @@ class Member:
         if self._notes is not None:
             at = NOTED * self.rank
             self._notes[at : at + NOTED] = [self.stage, DOING.index(doing), microbatch, time.monotonic()]
+
+    def done(self, steps: int, loss: float) -> None:
+        """Note that so many steps of a training are done; what rank 0 notes is told."""
+        if self.rank == 0 and self._notes is not None:
+            self._notes[-2:] = [steps, loss]
+        elif self.rank == 0 and self._on_step is not None:
+            self._on_step(steps, loss)
 
     @property
     def where(self) -> str:
@@ -158,13 +168,21 @@ class Session:
 
     port       of the store on this machine; 0: a free one
     timeout_s  without any rank going on, after which the run is ended
+    on_step    told of steps that are done, now and then
     Raises InputError where the port is taken, RankError where a rank cannot be started.
     """
 
-    def __init__(self, ranks: int, kind: str = "cpu", port: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        kind: str = "cpu",
+        port: int = 0,
+        timeout_s: float = TIMEOUT_S,
+        on_step: OnStep | None = None,
+    ) -> None:
         if ranks > MOST_RANKS:
             raise InputError(f"runtime: processes={ranks} on one machine; use at most {MOST_RANKS}, or torchrun")
-        self.ranks, self.timeout_s = ranks, timeout_s
+        self.ranks, self.timeout_s, self._on_step = ranks, timeout_s, on_step
         try:
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
                 "127.0.0.1", port, is_master=True, wait_for_workers=False
@@ -176,7 +194,7 @@ class Session:
             ) from None
         context = get_context("forkserver")
         context.set_forkserver_preload(["haap_rl.runtime.executor", "torch._dynamo"])  # once for all ranks
-        self._notes = context.RawArray("d", NOTED * ranks)
+        self._notes = context.RawArray("d", NOTED * ranks + 2)  # of each rank, then steps done and a loss
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         try:
@@ -246,8 +264,10 @@ class Session:
                     self._failed(message)
                 found[rank] = message
                 last = time.monotonic()
-            if list(self._notes) != heard:
-                heard, last = list(self._notes), time.monotonic()
+            if (notes := list(self._notes)) != heard:
+                if self._on_step is not None and notes[-2:] != heard[-2:]:
+                    self._on_step(int(notes[-2]), notes[-1])
+                heard, last = notes, time.monotonic()
             if time.monotonic() - last > timeout_s:
                 raise RankError(self._hung(timeout_s, [rank for rank in ranks.values() if rank not in found]))
         return [found[rank] for rank in range(len(self._pipes))]
@@ -289,7 +309,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def from_torchrun(timeout_s: float = TIMEOUT_S) -> Iterator[Member]:
+def from_torchrun(timeout_s: float = TIMEOUT_S, on_step: OnStep | None = None) -> Iterator[Member]:
     """This process as a rank of the world that torchrun has made. Raises RankError where peers are lost."""
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= _local_world() else "cpu"
     torch.set_num_threads(1)
@@ -299,7 +319,7 @@ def from_torchrun(timeout_s: float = TIMEOUT_S) -> Iterator[Member]:
     member: Member | None = None
     try:
         dist.init_process_group(backend(kind), timeout=datetime.timedelta(seconds=timeout_s))
-        member = Member(rank, dist.get_world_size(), kind, timeout_s / LATER)
+        member = Member(rank, dist.get_world_size(), kind, timeout_s / LATER, on_step=on_step)
         if kind == "cuda":
             member.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         yield member

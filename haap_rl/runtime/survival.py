@@ -11,7 +11,7 @@ from typing import NamedTuple
 from haap_rl.problem.plan import Plan
 from haap_rl.runtime.device import Pacing
 from haap_rl.runtime.job import Job
-from haap_rl.runtime.session import RankError, Session
+from haap_rl.runtime.session import OnStep, RankError, Session
 from haap_rl.runtime.training import Checkpoint, Trained, train
 
 
@@ -41,6 +41,7 @@ def train_in_pieces(
     kind: str,
     port: int,
     timeout_s: float,
+    on_step: OnStep | None = None,
 ) -> Survived:
     """Train the first of two plans with a checkpoint every `every` of `steps` steps, the second when a rank is lost.
 
@@ -53,7 +54,7 @@ def train_in_pieces(
     for plan, pacing in zip(plans, pacings, strict=True):
         ranks = sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
         try:
-            with Session(ranks, kind, port, timeout_s) as session:
+            with Session(ranks, kind, port, timeout_s, on_step) as session:
                 while True:
                     done = 0 if begin is None else begin.step - first_step
                     piece = min(every, steps - done)

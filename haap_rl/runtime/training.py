@@ -78,6 +78,7 @@ def train(
             worker.pacer.paced = worker.pacer.overran = 0
         losses.append(worker.step(job.batch(step)))
         events.append(tuple(worker.events))
+        member.done(worker.steps, losses[-1])
     checkpoint = None
     if keep_state:
         member.watch("state", -1)

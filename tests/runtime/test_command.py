@@ -17,6 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from haap_rl.problem.plan import Plan, Recompute, ReplicaGroup, Stage
 from haap_rl.problem.presets import load_problem
 from haap_rl.runtime.__main__ import main
+from haap_rl.runtime.job import check_runs, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE = load_problem("gpt3_350m", "v100x4_t4x4", global_batch_size=8)
@@ -53,6 +54,7 @@ def test_a_plan_is_run_checked_kept_and_gone_on_with(plan_file, tmp_path, capsys
     assert main([f"plan={plan_file}", *GIVEN, "steps=2", "check=true", f"out={out}", f"save={kept}"]) == 0
     printed = capsys.readouterr().out
     assert "losses differ by at most" in printed
+    assert "step 2 of 2: loss " in printed
     result = json.loads((out / "runtime.json").read_text())
     assert result["max_loss_difference"] <= 1e-5
     assert result["in_flight"] == result["predicted_in_flight"] == [2, 1]
@@ -68,6 +70,11 @@ def test_a_plan_is_run_checked_kept_and_gone_on_with(plan_file, tmp_path, capsys
     assert again["max_loss_difference"] <= 1e-5
     assert again["losses"] != result["losses"][:1]
     assert again["predicted_iteration_time_s"] == pytest.approx(0.5 * result["predicted_iteration_time_s"])
+
+
+def test_the_plan_of_the_documentation_can_be_run():
+    plan = WHOLE.load_plan(ROOT / "docs" / "runtime_plan.json")
+    check_runs(tiny(WHOLE), plan)
 
 
 @pytest.mark.parametrize(
