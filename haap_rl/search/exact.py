@@ -46,7 +46,7 @@ from haap_rl.cost import kernels
 from haap_rl.cost.compiling import ready
 from haap_rl.cost.estimator import FIRST, LAST, fingerprint
 from haap_rl.cost.stage_tables import StageTables
-from haap_rl.problem.errors import InputError, positive_int, yes_or_no
+from haap_rl.problem.errors import positive_int, yes_or_no
 from haap_rl.problem.plan import Problem
 from haap_rl.search import exact_kernels
 from haap_rl.search.autohaap import AutoHAAP
@@ -96,11 +96,6 @@ class Exact:
         ready("exact search", warm_up)
 
     def search(self, problem: Problem, objective: Objective, rng: np.random.Generator) -> None:
-        if objective.allowed is not None and objective.space.spec.fixed_tp is None:
-            raise InputError(
-                f"search=exact: space.target={objective.space.spec.target} limits plans by the hosts that their stages "
-                "sit on, which is not proven about; use another search, or target megatron or torchtitan"
-            )
         self.prepare()
         proof = Proof(objective, self.nodes, self.type_contiguous)
         try:
@@ -242,7 +237,7 @@ class Proof:
             seconds = exact_kernels.walk(
                 program, tables, t, work, walk, starts, most_c, bounded.infeasible_c, limit_s, self.best_s,
                 min(NODES_PER_CALL, self.most_nodes - self.nodes), 1_000_000 if remaining is None else remaining,
-                code, best,
+                self.objective.allowed is not None, code, best,
             )  # fmt: skip
             nodes, plans = (walk.control - before)[[exact_kernels.NODES, exact_kernels.EVALUATED]].tolist()
             self.nodes += nodes

@@ -414,11 +414,12 @@ DEPTH, START, EVALUATED, NODES = range(4)
 
 
 @jit
-def walk(pr, tables, t, work, state, starts, most_c, least_c, limit_s, best_s, most_nodes, most_plans, plan, best):
+def walk(pr, tables, t, work, state, starts, most_c, least_c, limit_s, best_s, most_nodes, most_plans, ask, plan, best):
     """Go on through every plan of the tables whose bound is below `limit_s`, and score those exactly; the best time.
 
     Plans better than `best_s` replace `best`, and the walk then looks below them only. It stops when nothing is left
-    (control[DEPTH] < 0 and control[START] past the last start), after `most_nodes` nodes or `most_plans` plans.
+    (control[DEPTH] < 0 and control[START] past the last start), after `most_nodes` nodes or `most_plans` plans, and
+    with `ask` after the first better plan, about which the caller may think otherwise.
     """
     w, r, control = state.whole, state.real, state.control
     L, S, C, X = pr.num_layers, pr.max_stages, pr.step.shape[0], pr.member.shape[1]
@@ -545,6 +546,8 @@ def walk(pr, tables, t, work, state, starts, most_c, least_c, limit_s, best_s, m
                     best_s = seconds
                     for i in range(plan.shape[0]):
                         best[i] = plan[i]
+                    if ask:
+                        break
     control[NODES] += nodes
     control[EVALUATED] += plans
     return best_s

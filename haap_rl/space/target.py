@@ -1,11 +1,12 @@
 """The part of a declared space that a trainer can be told without loss (`space.target`).
 
-Most trainers have one tp, one dp and one recomputation for all stages. That joins the choices of all stages, so it is
+Most trainers have one tp, dp and recomputation for all stages. That joins the choices of all stages, so it is
 no property of an option: such a space is the union of parts, one for each (tp, dp, recomputation), in which stages
 still choose their device group and layers. A part is an ordinary declared space, so draws, moves, tables, bounds,
 counts, environments and proofs hold in it as they are; `run_search` goes through the parts (`search/base.py`), and
-bound and counts are those of the union. FlagScale's limits are of another kind, where stages sit on hosts: its space is
-one part, whose plans are asked about one by one before one is kept (`sayable`), under the bound of the whole part.
+bound and counts are those of the union. FlagScale recomputes whole layers in any stages, or the attention core in all:
+two parts. Its other limits are about where stages sit on hosts: plans of a part are asked about one by one before one
+is kept (`sayable`), and bound and counts are those of the parts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from haap_rl.space.options import SpaceSpec, stage_options
 
 # recomputation of whole spaces' stages that a trainer with one for all of them can be told
 UNIFORM = {"megatron": ("none", "selective", "full"), "torchtitan": ("none", "full")}
+TOGETHER = (("none", "full"), ("selective",))  # recomputation that stages of one FlagScale plan can have
 
 
 def parts(problem: Problem, spec: SpaceSpec) -> tuple[SpaceSpec, ...]:
@@ -34,7 +36,8 @@ def parts(problem: Problem, spec: SpaceSpec) -> tuple[SpaceSpec, ...]:
             "trainer; set mixed_stages=false"
         )
     if spec.target not in UNIFORM:
-        return (spec,)
+        modes = (tuple(mode for mode in spec.recompute if mode in some) for some in TOGETHER)
+        return tuple(replace(spec, recompute=some) for some in modes if some)
     if spec.target == "torchtitan" and spec.zero_stage != 0:
         raise InputError(
             f"space: target=torchtitan with zero_stage={spec.zero_stage}, which it has in pipelines only; set "
@@ -60,12 +63,13 @@ def parts(problem: Problem, spec: SpaceSpec) -> tuple[SpaceSpec, ...]:
 
 
 def home(problem: Problem, spec: SpaceSpec, plan: Plan) -> SpaceSpec:
-    """The part of `spec` that a plan of one tp, dp and recomputation lies in; the first one for any other plan."""
+    """The part of `spec` that a plan lies in; the first one for a plan that lies in none."""
     every = parts(problem, spec)
     for part in every:
         alike = all(
-            (replica.tp, replica.tp * replica.dp) == (part.fixed_tp, part.group_sizes[0])
-            and stage.recompute.mode == part.recompute[0]
+            part.fixed_tp in (None, replica.tp)
+            and replica.tp * replica.dp in part.group_sizes
+            and stage.recompute.mode in part.recompute
             for stage in plan.stages
             for replica in stage.replicas
         )

@@ -45,11 +45,14 @@ def apart(losses, name):
 def test_a_plan_trains_as_one_process_does(ranks, name, dtype):
     reports, checkpoint = run(ranks, dtype, PLANS[name])
     losses, weights = alone(dtype)
-    assert apart(reports[0].losses, dtype) <= WITHIN[dtype].loss
-    assert all(report.losses == reports[0].losses for report in reports)
     found = checkpoint.state["weights"]
     assert found.keys() == weights.keys()
-    assert max(float((found[key] - weights[key]).abs().max()) for key in weights) <= WITHIN[dtype].weight
+    weights_apart = max(float((found[key] - weights[key]).abs().max()) for key in weights)
+    losses_apart = apart(reports[0].losses, dtype)
+    print(f"\n{name}, {dtype}: losses apart {losses_apart:.1e}, weights {weights_apart:.1e}")
+    assert losses_apart <= WITHIN[dtype].loss
+    assert weights_apart <= WITHIN[dtype].weight
+    assert all(report.losses == reports[0].losses for report in reports)
     # as many micro-batches in flight as the memory model has, on every rank
     expected = expected_in_flight(len(PLANS[name].stages), PLANS[name].num_microbatches)
     assert all(report.in_flight == expected[report.place.stage] for report in reports)

@@ -18,7 +18,7 @@ from haap_rl.space.bound import lower_bound
 from haap_rl.space.initial import pruning_report
 from haap_rl.space.options import SpaceSpec
 from haap_rl.space.space import Space
-from haap_rl.space.target import home, parts
+from haap_rl.space.target import home, parts, sayable
 from haap_rl.tracking import read_record
 from tests.builders import group, problem, room
 from tests.export.plans import LLAMA, in_bf16
@@ -85,14 +85,15 @@ def test_counts_and_bound_are_those_of_the_union(brute, target):
     assert 0 < bound_s <= min(fitting)
 
 
-@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
-def test_the_exact_search_proves_the_optimum_of_the_union(brute, target):
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_the_exact_search_proves_the_optimum_of_what_the_trainer_can_be_told(brute, target):
     result = run_search(load_searcher("exact"), small(), Budget(evaluations=100_000), 0, spec_for(target))
     optimum = min(estimate.iteration_s for _, estimate in brute[target] if estimate.fits)
     assert result.proven_optimal
     assert math.isclose(result.estimate.iteration_s, optimum, rel_tol=1e-9)
     assert result.lower_bound_s <= optimum * (1 + 1e-9)
-    assert not result.artifacts  # a certificate of one part would say too much
+    # a certificate of one part of several would say too much
+    assert bool(result.artifacts) == (len(parts(small(), spec_for(target))) == 1)
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -157,9 +158,34 @@ def test_a_plan_is_at_home_in_one_part_and_single_changes_stay_there(brute):
     assert advice.text.startswith("the single change that helps most")
 
 
-def test_flagscale_is_searched_under_its_own_verdict_but_not_proven_about():
-    with pytest.raises(InputError, match=r"search=exact: space\.target=flagscale"):
-        run_search(load_searcher("exact"), small(), Budget(evaluations=100), 0, spec_for("flagscale"))
+def tied(hosts):
+    """A problem in which the fastest plans cannot be told FlagScale: tied embeddings, and stages that share hosts."""
+    groups = (
+        group("fast", per_node=4, memory_gb=room(1.3)),
+        group("slow", per_node=hosts, memory_gb=room(1.1), tflops=70.0),
+    )
+    model = {"num_layers": 4, **LLAMA, "tied_embeddings": True}
+    return in_bf16(problem(groups, model, global_batch_size=8, seq_len=1024))
+
+
+@pytest.mark.parametrize("recompute", [("none", "full"), ("none", "selective", "full")])
+def test_flagscale_is_proven_about_where_the_fastest_plans_cannot_be_told(recompute):
+    target = tied(4)
+    spec = replace(SPEC, max_stages=4, recompute=recompute, target="flagscale")
+    estimator = Estimator(target)
+    space = Space(target, replace(spec, target=None), estimator)
+    every = [(space.plan(genome), estimate) for genome, estimate in every_plan(space)]
+    fitting = sorted(((e.iteration_s, k) for k, (_, e) in enumerate(every) if e.fits))
+    says = sayable(target, spec, estimator)
+    first = next(n for n, (_, k) in enumerate(fitting) if says(every[k][0]))
+    assert first > 0  # there are faster ones
+    result = run_search(load_searcher("exact"), target, Budget(evaluations=200_000), 0, spec)
+    assert result.proven_optimal
+    assert math.isclose(result.estimate.iteration_s, fitting[first][0], rel_tol=1e-9)
+    assert export_plan(target, result.plan, "flagscale", estimator).exact
+    modes = {stage.recompute.mode for part in parts(target, spec) for stage in result.plan.stages}
+    assert len(parts(target, spec)) == len({m == "selective" for m in recompute})
+    assert not {"none", "selective"} <= modes
 
 
 @pytest.mark.parametrize(
