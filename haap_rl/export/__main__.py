@@ -1,4 +1,4 @@
-"""Write a plan for a stock trainer: `python -m haap_rl.export plan=FILE to=megatron|torchtitan|flagscale out=DIR`.
+"""Write a plan for a trainer: `python -m haap_rl.export plan=FILE to=megatron|torchtitan|flagscale|ranks out=DIR`.
 
 Prints whether the files are exact, or a table of what they cannot say and what that costs. Status 2, and nothing
 written, where the trainer cannot be told a plan near it that fits.

@@ -20,8 +20,8 @@ from haap_rl.problem.errors import InputError, shown
 from haap_rl.problem.placement import place
 from haap_rl.problem.plan import Plan
 
+NAME = "ranks"
 HOSTFILE, RANKS = "hostfile", "ranks.csv"
-
 
 # lines of a shell script after LAUNCH, DEVICES and what else a trainer wants: what torchrun starts comes behind them
 TORCHRUN = """\
@@ -78,6 +78,12 @@ def launches(table: Sequence[Rank]) -> tuple[Launch, ...]:
         else:
             runs.append(Launch(rank.host, (rank.device,)))
     return tuple(runs)
+
+
+def files(cluster: Cluster, plan: Plan) -> dict[str, str]:
+    """ranks.csv and hostfile of any legal plan."""
+    table = rank_table(cluster, plan)
+    return {RANKS: ranks_csv(table), HOSTFILE: hostfile(launches(table))}
 
 
 def ranks_csv(table: Sequence[Rank]) -> str:

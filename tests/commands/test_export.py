@@ -71,6 +71,17 @@ def test_losses_are_a_table_with_the_price_of_the_plan_as_written(here, capsys):
     assert written.stages[0].recompute.mode != "selective"
 
 
+def test_the_rank_table_of_any_plan(here, capsys):
+    saved(here, asymmetric())
+    assert main(["plan=plan.json", "to=ranks", "out=run"]) == 0
+    assert "ranks: exact, " in capsys.readouterr().out
+    assert {path.name for path in (here / "run").iterdir()} == {"hostfile", "ranks.csv", "plan.json", "export.json"}
+    rows = list(csv.DictReader((here / "run" / "ranks.csv").open()))
+    assert [(row["group"], row["stage"]) for row in rows] == 8 * [("a100", "0")] + 16 * [("v100", "1")]
+    assert [row["tp_index"] for row in rows[8:]] == 4 * ["0", "1", "2", "3"]
+    assert (here / "run" / "hostfile").read_text() == "a100-0 slots=8\nv100-0 slots=8\nv100-1 slots=8\n"
+
+
 def test_without_out_nothing_is_written(here, capsys):
     saved(here, uniform_plan(load_problem(), 2, 3, 4, 1, "full"))
     assert main(["plan=plan.json", "to=megatron"]) == 0
@@ -81,7 +92,7 @@ def test_without_out_nothing_is_written(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan=plan.json", "to=nemo"], "to='nemo' is not one of megatron, torchtitan, flagscale"),
+        (["plan=plan.json", "to=nemo"], "to='nemo' is not one of megatron, torchtitan, flagscale, ranks"),
         (["plan=plan.json"], "to has no value"),
         (["plan=plan.json", "to=torchtitan"], "problem.precision=fp16 cannot be written"),
         (["plan=plan.json", "to=megatron", "model=llama2_7b"], "it was made for model"),
