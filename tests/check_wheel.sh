@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it in an environment of its own and uses it from an empty folder whose own envs/ and conf/
-# must not get in the way: a run of every searcher, a sweep, W&B offline, the environment by its id, estimate.
+# must not get in the way: a run of every searcher, a sweep, W&B offline, the environment by its id, every command.
 #   tests/check_wheel.sh [PYTHON]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,6 +35,12 @@ $run -m +search=random seed=0,1 $small tracking=wandb tracking.mode=offline hydr
 test "$(find runs/wandb -name '*.wandb' | wc -l)" = 2
 $run +search=replay search.plan=runs/ga/plan.json $small out=runs/replay > replay.log
 "$work/venv/bin/python" -m haap_rl.estimate plan=runs/ga/plan.json model=gpt3_1_3b cluster=v100x4_t4x4 > estimate.log
+plan="plan=runs/ga/plan.json model=gpt3_1_3b cluster=v100x4_t4x4"
+"$work/venv/bin/python" -m haap_rl.export $plan to=ranks out=ranks > export.log
+test -s ranks/ranks.csv
+"$work/venv/bin/python" -m haap_rl.runtime $plan steps=1 check=true out=runs/runtime > runtime.log
+test -s runs/runtime/trace.json
+"$work/venv/bin/python" -m haap_rl.faults.simulate $plan faults=mecefo_high faults.policy=mecefo > simulate.log
 "$work/venv/bin/python" -c 'import gymnasium; gymnasium.make("haap_envs:haap_rl/Partition-v0").reset(seed=0)'
 "$work/venv/bin/python" -m haap_rl.profile out=profile.json model=gpt3_350m model.hidden=64 model.heads=4 model.kv_heads=4 \
   model.head_dim=16 model.ffn=128 model.vocab=100 problem.precision=fp32 problem.seq_len=16 microbatch=1 > profile.log
