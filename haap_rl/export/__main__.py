@@ -15,7 +15,7 @@ from haap_rl import configs
 from haap_rl.cost.estimator import Estimator, fingerprint
 from haap_rl.export.base import Export
 from haap_rl.export.targets import export_plan
-from haap_rl.problem.errors import check_keys
+from haap_rl.problem.errors import InputError, check_keys, shown
 from haap_rl.problem.plan import Problem
 from haap_rl.problem.presets import problem_from_config
 
@@ -23,8 +23,10 @@ KEYS = ("model", "cluster", "problem", "estimator", "plan", "to", "out")
 PLAN, FACTS = "plan.json", "export.json"
 
 
-def write(config: dict[str, Any], _: Path) -> int:
+def write(config: dict[str, Any], directory: Path) -> int:
     """Export the plan that `config` names, print what is lost, write the files; the exit status.
+
+    directory: where to write in a sweep, in which `out` names none.
 
     Raises InputError where the plan cannot be read, is not legal, or cannot be written for the target.
     """
@@ -32,28 +34,34 @@ def write(config: dict[str, Any], _: Path) -> int:
 
     from haap_rl.cost.profile_files import profile_from_config
     from haap_rl.report.tables import loss_table
-    from haap_rl.tracking.record import to_json_text, write_files
+    from haap_rl.tracking.record import check_writable, to_json_text, write_files
 
     check_keys("configuration", config, KEYS)
     problem = problem_from_config(config["model"], config["cluster"], config["problem"])
     plan = problem.load_plan(str(config["plan"]))
     cached, profile = profile_from_config(config["estimator"])
     exported = export_plan(problem, plan, config["to"], Estimator(problem, cached, profile=profile))
+    out = config["out"]
+    if out is None and directory.resolve() != Path.cwd():
+        out = str(directory)
+    if out is not None:
+        if not isinstance(out, str) or not out:
+            raise InputError(f"export: out={shown(out)} must be the name of a directory, or null to write nothing")
+        check_writable(Path(out))
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     if not exported.exact:
         console.print(loss_table(exported.target, exported.losses))
     for line in lines(exported):
         console.print(line, highlight=False, soft_wrap=True)
-    if config["out"] is not None:
-        out = Path(str(config["out"]))
+    if out is not None:
         facts = {**to_json(problem, exported), "estimator_fingerprint": fingerprint(profile=profile)}
         texts = {
             **exported.files,
             PLAN: to_json_text(problem.plan_to_json(exported.written)),
             FACTS: to_json_text(facts),
         }
-        write_files(out, {name: text.encode() for name, text in texts.items()})
+        write_files(Path(out), {name: text.encode() for name, text in texts.items()})
         console.print(f"written: {out}: {', '.join(texts)}", highlight=False, soft_wrap=True)
     return 0
 

@@ -306,9 +306,13 @@ def _check_ends(problem: Problem, meshes: Sequence[Mesh], partial: object) -> No
     if not problem.model.tied_embeddings:
         return
     if first.tp != last.tp:
-        _wrong("hetero_process_meshes", f"tp {first.tp} and {last.tp}", "tied embeddings need one tp in first and last")
+        _wrong(
+            "hetero_process_meshes",
+            f"tp {first.tp} and {last.tp}",
+            "tied embeddings need one tp in first and last; give both ends one tp",
+        )
     if first.dp % last.dp and last.dp % first.dp:
-        rule = "tied embeddings need the dp of first and last mesh to be multiples"
+        rule = "tied embeddings need the dp of first and last mesh to be multiples; change one of them"
         _wrong("hetero_process_meshes", f"dp {first.dp} and {last.dp}", rule)
     if first.dp != last.dp and partial is not True:
         rule = "tied embeddings on meshes of different dp need it"

@@ -34,7 +34,9 @@ from haap_rl.export.ranks import (
 )
 from haap_rl.export.uniform import Degrees, degrees, merged, nearest_uniform, stages_of
 from haap_rl.problem.errors import InputError, shown
+from haap_rl.problem.model import model_from_config
 from haap_rl.problem.plan import Plan, Problem
+from haap_rl.problem.presets import preset
 
 NAME, CONFIG, SCRIPT = "torchtitan", "haap_plan.py", "run.sh"
 EMBEDDING, NORM, HEAD = "tok_embeddings", "norm", "lm_head"  # names of 0.3.0; before, the head was `output`
@@ -54,7 +56,12 @@ def serves(problem: Problem) -> None:
     """Raise InputError for a precision or a model that torchtitan has not."""
     model = problem.model
     if problem.precision not in PRECISIONS:
-        refused(NAME, "problem.precision", problem.precision, "it trains in bf16 or fp32")
+        refused(
+            NAME,
+            "problem.precision",
+            problem.precision,
+            "it trains in bf16 or fp32; set problem.precision, and search again",
+        )
     llama = {
         "norm": "rmsnorm",
         "learned_positions": False,
@@ -136,7 +143,7 @@ def files(problem: Problem, plan: Plan) -> dict[str, str]:
     text = _CONFIG.format(
         model=printable(name),
         cluster=printable(problem.cluster.name),
-        base=known if name in KNOWN_MODELS else own,
+        base=known if name in KNOWN_MODELS and problem.model == model_from_config(preset("model", name)) else own,
         training="\n".join(f"    config.training.{key} = {value!r}" for key, value in training.items()),
         parallelism="\n".join(f"        {key}={value!r}," for key, value in parallelism.items()),
         parts="\n".join(f"            {names!r}," for names in model_parts(plan)),

@@ -6,10 +6,11 @@ by stage and part, and writes runtime.json and trace.json.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from haap_rl.runtime.training import Checkpoint, Trained
 
 SIZES = ("tiny", "full")
+MOST_DILATED = 1e6
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 HELD = ("weights", "gradients", "optimiser", "activations")  # the parts of a Held
 KEYS = (
@@ -44,6 +46,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from haap_rl.cost.estimator import Estimator
     from haap_rl.cost.profile_files import profile_from_config
     from haap_rl.problem.presets import problem_from_config
+    from haap_rl.runtime.checkpoint import load_checkpoint
     from haap_rl.runtime.compare import expected_held
     from haap_rl.runtime.session import under_torchrun
     from haap_rl.tracking.record import check_writable
@@ -55,20 +58,23 @@ def run(config: dict[str, Any], directory: Path) -> int:
     estimator = Estimator(problem, cached, profile=profile)
     steps = positive_int("runtime", "steps", config["steps"])
     check = yes_or_no("runtime", "check", config["check"])
+    positive_int("runtime", "every", config["every"])
+    save, load, then = (_path(config, key) for key in ("save", "load", "then"))
     job = _job(problem, plan, config)
     pacing = _pacing(estimator, plan, config)
-    begin = _checkpoint(config, job)
+    begin = None if load is None else load_checkpoint(load, job)
     first = int(os.environ.get("RANK", "0")) == 0 if under_torchrun() else True
     if first:
         check_writable(directory)
-        if config["save"] is not None:
-            check_writable(Path(str(config["save"])).parent)
+        if save is not None:
+            check_writable(save.parent, "save")
+    lost = ""
     try:
-        if config["then"] is not None:
-            survived = _survived(config, problem, estimator, job, plan, steps, pacing, begin)
-            if survived.why:
-                print(f"{survived.why}; {config['then']} goes on from the checkpoint", flush=True)
-            found, plan, before = survived.found, survived.plan, survived.before
+        if then is not None:
+            survived = _survived(config, problem, estimator, job, (plan, problem.load_plan(then)), steps, begin)
+            found, plan, before, lost = survived.found, survived.plan, survived.before, survived.why
+            if lost:
+                print(f"{lost}; {then} goes on from the checkpoint", flush=True)
         else:
             found, before = _trained(config, job, plan, steps, pacing, begin), []
     except KeyboardInterrupt:
@@ -77,7 +83,17 @@ def run(config: dict[str, Any], directory: Path) -> int:
     if not first:
         return 0
     memory = expected_held(problem, job, plan)
-    return _told(config, directory, job, plan, estimator(plan), memory, check, begin, found, before)
+    return _told(config, directory, job, plan, estimator(plan), memory, check, begin, found, before, lost)
+
+
+def _path(config: dict[str, Any], key: str) -> Path | None:
+    """The file that a key names, if it names one."""
+    value = config[key]
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or Path(value).is_dir():
+        raise InputError(f"runtime: {key}={shown(value)} must be the name of a file")
+    return Path(value)
 
 
 def _job(problem: Problem, plan: Plan, config: dict[str, Any]) -> Job:
@@ -85,7 +101,7 @@ def _job(problem: Problem, plan: Plan, config: dict[str, Any]) -> Job:
 
     if config["size"] not in SIZES:
         raise InputError(f"runtime: size={shown(config['size'])} is not one of {', '.join(SIZES)}")
-    if config["dtype"] not in DTYPES:
+    if config["dtype"] not in tuple(DTYPES):
         raise InputError(f"runtime: dtype={shown(config['dtype'])} is not one of {', '.join(DTYPES)}")
     if type(config["seed"]) is not int or not 0 <= config["seed"] < 2**31:
         raise InputError(f"runtime: seed={shown(config['seed'])} must be a whole number from 0 to 2^31 - 1")
@@ -95,26 +111,31 @@ def _job(problem: Problem, plan: Plan, config: dict[str, Any]) -> Job:
 
 
 def _pacing(estimator: Estimator, plan: Plan, config: dict[str, Any]) -> Pacing:
-    from haap_rl.runtime.device import MODES, NATIVE, Pacing, imposed
+    from haap_rl.runtime.device import MODES, NATIVE, Pacing, imposed, longest_s
 
     mode = config["pacing"]
     if mode not in MODES:
         raise InputError(f"runtime: device={shown(mode)} is not one of {', '.join(MODES)}")
     scale = positive_float("runtime", "time_scale", config["time_scale"])
     dilation = positive_float("runtime", "dilation", config["dilation"])
+    if dilation > MOST_DILATED:
+        raise InputError(f"runtime: dilation={dilation:g} must be at most {MOST_DILATED:g}")
     if mode == "imposed":
-        return imposed(estimator, plan, scale)
+        if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+            raise InputError("runtime: device=imposed counts on the clock of one machine; use device=native on several")
+        pacing = imposed(estimator, plan, scale)
+        timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
+        if longest_s(pacing) >= timeout_s:
+            raise InputError(
+                f"runtime: time_scale={scale:g} makes an operation last {longest_s(pacing):.3g} s, which "
+                f"timeout_s={timeout_s:g} would take for a hang; lower time_scale or raise timeout_s"
+            )
+        return pacing
     if mode == "native":
         return NATIVE
     precision = estimator.problem.precision
     peaks = {group.name: group.device.peak(precision) for group in estimator.problem.cluster.groups}
     return Pacing("dilated", dilation={name: dilation * max(peaks.values()) / peak for name, peak in peaks.items()})
-
-
-def _checkpoint(config: dict[str, Any], job: Job) -> Checkpoint | None:
-    from haap_rl.runtime.checkpoint import load_checkpoint
-
-    return None if config["load"] is None else load_checkpoint(Path(str(config["load"])), job)
 
 
 def _trained(
@@ -135,9 +156,9 @@ def _trained(
         _enough(needed, int(os.environ["WORLD_SIZE"]))
         with from_torchrun(timeout_s, told) as member:
             mine = train(member, *arguments)
-            found: list[Any] | None = [None] * member.world_size if member.rank == 0 else None
-            member.groups.prepare_world()
-            dist.gather_object(mine, found, dst=0, group=member.groups.control(member.world_size))
+            found: list[Any] | None = [None] * needed if member.rank == 0 else None
+            if member.rank < needed:  # the others have nothing to wait for
+                dist.gather_object(mine, found, dst=0, group=member.groups.control(needed))
         return found or []
     processes = needed if config["processes"] is None else config["processes"]
     processes = positive_int("runtime", "processes", processes)
@@ -149,7 +170,7 @@ def _trained(
 
 
 class Told:
-    """Prints a line for the first of `steps` steps from a checkpoint, and after every tenth of them."""
+    """Prints a line for the first of `steps` steps that it hears of, and after every tenth of them."""
 
     def __init__(self, steps: int, begin: Checkpoint | None) -> None:
         self._steps, self._begin = steps, 0 if begin is None else begin.step
@@ -167,12 +188,11 @@ def _survived(
     problem: Problem,
     estimator: Estimator,
     job: Job,
-    plan: Plan,
+    plans: tuple[Plan, Plan],
     steps: int,
-    pacing: Pacing,
     begin: Checkpoint | None,
 ) -> Survived:
-    """Train in pieces, another plan being ready."""
+    """Train the first plan in pieces, the other one being ready."""
     from haap_rl.runtime.job import check_runs
     from haap_rl.runtime.session import under_torchrun
     from haap_rl.runtime.survival import train_in_pieces
@@ -181,13 +201,12 @@ def _survived(
         raise InputError(
             "runtime: then= starts processes itself, as many as a plan needs; leave out processes, torchrun"
         )
-    other = problem.load_plan(str(config["then"]))
-    check_runs(job, other)
+    check_runs(job, plans[1])
     every = positive_int("runtime", "every", config["every"])
     timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
-    pacings = pacing, _pacing(estimator, other, config)
+    first, second = (_pacing(estimator, plan, config) for plan in plans)
     told = Told(steps, begin)
-    return train_in_pieces(job, (plan, other), pacings, steps, every, begin, "cpu", _port(config), timeout_s, told)
+    return train_in_pieces(job, plans, (first, second), steps, every, begin, "cpu", _port(config), timeout_s, told)
 
 
 def _port(config: dict[str, Any]) -> int:
@@ -216,8 +235,12 @@ def _told(
     begin: Checkpoint | None,
     found: Sequence[Trained],
     before: Sequence[float],
+    lost: str,
 ) -> int:
-    """Compare, print and write; the exit status. before: losses of steps that an earlier plan or piece trained."""
+    """Compare, print and write; the exit status: 1 too where a loss is not finite.
+
+    before: losses of steps that an earlier plan or piece trained. lost: what happened to a rank, if one was lost.
+    """
     from rich.console import Console
 
     from haap_rl.runtime.checkpoint import checkpoint_bytes
@@ -239,7 +262,9 @@ def _told(
         "device": config["pacing"],
         "ranks": len(reports),
         "machine_load": os.getloadavg()[0],
-        "losses": list(losses),
+        "losses": [_number(loss) for loss in losses],
+        "lost_rank": lost or None,
+        "plan": config["then"] if lost else config["plan"],
         "predicted_iteration_time_s": scale * cost.iteration_s,
         "measured_iteration_time_s": seen.iteration_s,
         "measured_spread": seen.spread,
@@ -255,15 +280,19 @@ def _told(
             for i, (predicted, measured) in enumerate(held)
         ],
     }
-    status = 0
+    finite = all(map(math.isfinite, losses))
+    status = 0 if finite else 1
     console = Console(width=None if sys.stdout.isatty() else 120)
     lines: list[str] = []
     if check and checkpoint is not None:
-        status = _checked(job, losses, checkpoint, begin, result, lines)
+        status = max(status, _checked(job, losses, checkpoint, begin, result, lines))
+    if not finite:
+        step = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
+        lines.append(f"the loss of step {step + 1} is not finite: the training has diverged")
     comparable = config["pacing"] == "imposed" or config["size"] == "full"
     console.print(_table(table, config["pacing"], comparable))
     console.print(_memory_table(held))
-    lines += _lines(seen, result, comparable)
+    lines += _lines(seen, losses, result, comparable)
     if seen.in_flight != expected:
         lines.append(f"in flight {seen.in_flight}, the memory model has {expected}")
     if seen.overrun_share > MOST_OVERRUN:
@@ -271,15 +300,15 @@ def _told(
             f"{seen.overrun_share:.1%} of the operations overran, more than {MOST_OVERRUN:.0%}: these times are no "
             "evidence; try a larger time_scale or a quieter machine"
         )
+    if config["save"] is not None and checkpoint is not None:
+        path = Path(config["save"])
+        write_files(path.parent, {path.name: checkpoint_bytes(checkpoint, job)}, "save")
+        lines.append(f"checkpoint after {checkpoint.step} steps: {path}")
     files = {
         "runtime.json": to_json_text(result).encode(),
         "trace.json": to_json_text(chrome_trace(reports)).encode(),
     }
     write_files(directory, files)
-    if config["save"] is not None and checkpoint is not None:
-        path = Path(str(config["save"]))
-        write_files(path.parent, {path.name: checkpoint_bytes(checkpoint, job)})
-        lines.append(f"checkpoint after {checkpoint.step} steps: {path}")
     lines.append(f"written: {directory}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -298,16 +327,31 @@ def _checked(
     from haap_rl.runtime.training import WITHIN, one_process
 
     alone, weights = one_process(job, len(losses), begin)
-    apart = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
+    apart = _largest(a - b for a, b in zip(losses, alone, strict=True))
     trained = checkpoint.state["weights"]
-    weights_apart = max(float((trained[name] - weight).abs().max()) for name, weight in weights.items())
-    result.update(one_process_losses=alone, max_loss_difference=apart, max_weight_difference=weights_apart)
+    weights_apart = _largest(float((trained[name] - weight).abs().max()) for name, weight in weights.items())
+    result.update(
+        one_process_losses=[_number(loss) for loss in alone],
+        max_loss_difference=_number(apart),
+        max_weight_difference=_number(weights_apart),
+    )
     good = apart <= WITHIN[job.dtype].loss and weights_apart <= WITHIN[job.dtype].weight
     lines.append(
         f"against one process, {len(losses)} steps: losses differ by at most {apart:.1e}, weights by "
         f"{weights_apart:.1e}" + ("" if good else "; that is too much, the plan is NOT trained right")
     )
     return 0 if good else 1
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """The largest absolute value; not a number if one of them is none."""
+    values = [abs(difference) for difference in differences]
+    return max(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _number(value: float) -> float | None:
+    """As JSON has it, which knows no infinite numbers."""
+    return value if math.isfinite(value) else None
 
 
 def _table(table: Sequence[Row], mode: str, comparable: bool) -> Any:
@@ -343,13 +387,13 @@ def _error(predicted: float, measured: float | None) -> str:
     return f"{predicted / measured - 1:+.1%}" if predicted and measured else "-"
 
 
-def _lines(seen: Measured, result: dict[str, Any], comparable: bool) -> list[str]:
+def _lines(seen: Measured, losses: Sequence[float], result: dict[str, Any], comparable: bool) -> list[str]:
     predicted = result["predicted_iteration_time_s"]
     error = f" ({result['error']:+.1%})" if comparable else ""
     lines = [
         f"iteration: predicted {predicted:.4f} s, measured {seen.iteration_s:.4f} s{error}; by the schedule from "
         f"measured times {seen.replayed_s:.4f} s ({seen.replay_error:+.1%})",
-        f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f}; overrun {seen.overrun_share:.1%}; load of the "
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; overrun {seen.overrun_share:.1%}; load of the "
         f"machine {result['machine_load']:.1f}",
     ]
     if not comparable:

@@ -128,6 +128,18 @@ def _stage_table(
     )
 
 
+def longest_s(pacing: Pacing) -> float:
+    """The longest that an imposed operation of one rank lasts; 0 where nothing is imposed."""
+    found = [0.0]
+    for table in (table for groups in pacing.tables for table in groups):
+        forward, backward = (
+            sum(t.compute_s + t.collective_s for t in unit) for unit in (table.forward, table.backward)
+        )
+        found += [table.before_forward_s + forward, table.before_backward_s + backward, table.down_s, table.up_s]
+        found += [table.sync_s, table.optimizer_s]
+    return max(found)
+
+
 class Pacer:
     """Makes one rank's operations last; counts them and those that overran."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +113,10 @@ class Worker:
         self.job, self.routes, self.groups = job, routes, groups
         self.place = routes.places[rank]
         self.device = device or torch.device("cpu")
-        self.watch = watch
+        self._watch = watch
+        self._doing = "idle", -1
         ranks = routes.stages[self.place.stage][self.place.replica]
-        self.ranks = TensorParallel(self.place.tp_index, self.place.tp, groups.of(ranks))
+        self.ranks = TensorParallel(self.place.tp_index, self.place.tp, groups.of(ranks), self._waiting)
         self.masks = Masks(job)
         stage = plan.stages[self.place.stage]
         self.units: list[Unit] = []
@@ -144,6 +145,18 @@ class Worker:
         self._first = True  # whether no step was done yet
         self._begun = 0.0
         self._samples = range(0)  # of the global batch, in the pass that runs
+
+    def watch(self, doing: str, microbatch: int) -> None:
+        """Tell what this rank is about to do."""
+        self._doing = doing, microbatch
+        self._watch(doing, microbatch)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Tells that this rank waits for its tensor-parallel peers; on an error that is what it was doing."""
+        self._watch("tensor parallel", self._doing[1])
+        yield
+        self._watch(*self._doing)
 
     # ---------------------------------------------------------------------------------------- a step
     def step(self, batch: Tensor) -> float:

@@ -40,11 +40,6 @@ class Groups:
         if routes.num_ranks not in self._control:
             self._control[routes.num_ranks] = self._new(list(range(routes.num_ranks)), "gloo")
 
-    def prepare_world(self) -> None:
-        """Make the control group of all ranks there are."""
-        if dist.get_world_size() not in self._control:
-            self._control[dist.get_world_size()] = self._new(list(range(dist.get_world_size())), "gloo")
-
     def of(self, ranks: tuple[int, ...]) -> Any:
         """The group of these ranks; None for a single one."""
         return self._made[ranks] if len(set(ranks)) > 1 else None

@@ -14,6 +14,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -67,10 +68,19 @@ def initial(name: str, cut: Cut, job: Job) -> Tensor:
 
 # --------------------------------------------------------------------------------- tensor parallelism
 class TensorParallel:
-    """The tensor-parallel ranks of one replica, as one of them sees it; counts its seconds in collectives."""
+    """The tensor-parallel ranks of one replica, as one of them sees it; counts its seconds in collectives.
 
-    def __init__(self, index: int = 0, size: int = 1, group: Any = None) -> None:
-        self.index, self.size, self.group = index, size, group
+    around: what to do while a collective lasts, as a context.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        size: int = 1,
+        group: Any = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.index, self.size, self.group, self.around = index, size, group, around
         self.collective_s = 0.0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -85,7 +95,8 @@ class TensorParallel:
         if self.size == 1:
             return values
         start = time.perf_counter()
-        dist.all_reduce(values, operation, group=self.group)
+        with self.around():
+            dist.all_reduce(values, operation, group=self.group)
         self.collective_s += time.perf_counter() - start
         return values
 

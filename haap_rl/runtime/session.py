@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from haap_rl.problem.errors import InputError
 from haap_rl.runtime.groups import Groups, device_of
-from haap_rl.runtime.orphans import end_with_parent
+from haap_rl.runtime.orphans import BEAT_S, end_with_parent
 
 START_S = 120.0  # for Python and torch to be loaded
 TIMEOUT_S = 60.0  # without any rank going on
@@ -34,11 +34,12 @@ LATER = (
 )
 MOST_RANKS = 128  # processes of one machine
 DOING = (
-    "starting", "idle", "begin", "forward", "backward", "wait forward", "wait backward",
+    "starting", "idle", "begin", "forward", "backward", "tensor parallel", "wait forward", "wait backward",
     "send", "tie", "sync", "clip", "optimizer", "gather", "loss", "state",
 )  # fmt: skip
 WAITS = (
     "begin",
+    "tensor parallel",
     "wait forward",
     "wait backward",
     "send",
@@ -52,6 +53,8 @@ WAITS = (
 TOLD = 3  # exit status of a rank that has said what was wrong
 NOTED = 4  # numbers that a rank notes: stage, index in DOING, micro-batch, since when
 POLL_S = 0.2
+SILENT_S = 3 * BEAT_S  # without a beat, after which a process does not go on at all
+SHORTEST_S, LONGEST_S = 1.0, 1e6  # time-outs
 OnStep = Callable[[int, float], None]  # told the steps that are done, and the last one's loss
 
 
@@ -113,9 +116,11 @@ class Failed(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ a rank
-def serve(pipe: Connection, rank: int, world_size: int, port: int, kind: str, timeout_s: float, notes: Any) -> None:
+def serve(
+    pipe: Connection, rank: int, world_size: int, port: int, kind: str, timeout_s: float, notes: Any, beats: Any
+) -> None:
     """Entry of a rank's process: join the group, then do what the driver says. It ends with the driver."""
-    end_with_parent()
+    end_with_parent(lambda: beats.__setitem__(rank, time.monotonic()))
     stay_local()
     torch.set_num_threads(1)
     doing = "starting"
@@ -139,7 +144,7 @@ def serve(pipe: Connection, rank: int, world_size: int, port: int, kind: str, ti
         _tell(pipe, Failed(str(error), True, False))
     except Exception as error:
         doing = member.where if member is not None else f"rank {rank} in {doing!r}"
-        lost = isinstance(error, RuntimeError) and member is not None and member.doing[0] in WAITS
+        lost = isinstance(error, RuntimeError) and (member is None or member.doing[0] in WAITS)
         brief = str(error).strip().splitlines()[0][:200] if lost else traceback.format_exc()
         _tell(pipe, Failed(f"{doing}: {brief}", False, lost))
     os._exit(TOLD)  # no destructor of a broken group may block
@@ -167,7 +172,7 @@ class Session:
     """Ranks that wait for functions to call. Use it as a context; leaving it ends all of them.
 
     port       of the store on this machine; 0: a free one
-    timeout_s  without any rank going on, after which the run is ended
+    timeout_s  without any rank going on, after which the run is ended; from 1 to 1e6
     on_step    told of steps that are done, now and then
     Raises InputError where the port is taken, RankError where a rank cannot be started.
     """
@@ -182,9 +187,10 @@ class Session:
     ) -> None:
         if ranks > MOST_RANKS:
             raise InputError(f"runtime: processes={ranks} on one machine; use at most {MOST_RANKS}, or torchrun")
+        check_timeout(timeout_s)
         self.ranks, self.timeout_s, self._on_step = ranks, timeout_s, on_step
         try:
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
                 "127.0.0.1", port, is_master=True, wait_for_workers=False
             )
         except RuntimeError:  # torch's DistNetworkError
@@ -195,12 +201,13 @@ class Session:
         context = get_context("forkserver")
         context.set_forkserver_preload(["haap_rl.runtime.executor", "torch._dynamo"])  # once for all ranks
         self._notes = context.RawArray("d", NOTED * ranks + 2)  # of each rank, then steps done and a loss
+        self._beats = context.RawArray("d", ranks)  # when each rank last went on at all
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
-                arguments = (theirs, rank, ranks, self._store.port, kind, timeout_s, self._notes)
+                arguments = (theirs, rank, ranks, self._store.port, kind, timeout_s, self._notes, self._beats)
                 process = context.Process(target=serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()  # so that the process's end is the pipe's
@@ -245,6 +252,7 @@ class Session:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        self._store = None  # its port is free again
 
     # -------------------------------------------------------------------------------------- listening
     def _collect(self, timeout_s: float) -> list[Any]:
@@ -287,22 +295,26 @@ class Session:
         """Raise what a rank's message means; where it lost a peer, the peer is named."""
         if message.of_input:
             raise InputError(message.text)
-        if not message.lost_peer:
-            raise RuntimeError(f"runtime: {message.text}")
-        until = time.monotonic() + 2.0
-        while time.monotonic() < until:
+        until = time.monotonic() + (2.0 if message.lost_peer else 0.0)
+        while True:
             for rank, process in enumerate(self._processes):
                 if process.exitcode not in (None, TOLD):
                     raise RankError(self._died(rank))
+            if time.monotonic() >= until:
+                break
             time.sleep(POLL_S)
+        if not message.lost_peer:
+            raise RuntimeError(f"runtime: {message.text}")
         raise RankError(f"runtime: {message.text}; all ranks were ended")
 
     def _hung(self, timeout_s: float, waiting: list[int]) -> str:
-        """Name the rank that others wait for: one that is in no wait itself, or else the one that waits longest."""
+        """Name the rank that others wait for: one that does not go on at all, or that is in no wait itself, or else
+        the one that waits longest."""
+        now = time.monotonic()
 
-        def guilt(rank: int) -> tuple[bool, float]:
+        def guilt(rank: int) -> tuple[bool, bool, float]:
             _, doing, _, since = self._notes[NOTED * rank : NOTED * (rank + 1)]
-            return DOING[int(doing)] in WAITS, since
+            return now - self._beats[rank] < SILENT_S, DOING[int(doing)] in WAITS, since
 
         worst = min(waiting, key=guilt)
         return f"runtime: {self._described(worst)}: nothing for {timeout_s:g} s; all ranks were ended (timeout_s)"
@@ -311,6 +323,7 @@ class Session:
 @contextlib.contextmanager
 def from_torchrun(timeout_s: float = TIMEOUT_S, on_step: OnStep | None = None) -> Iterator[Member]:
     """This process as a rank of the world that torchrun has made. Raises RankError where peers are lost."""
+    check_timeout(timeout_s)
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= _local_world() else "cpu"
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -323,11 +336,10 @@ def from_torchrun(timeout_s: float = TIMEOUT_S, on_step: OnStep | None = None) -
         if kind == "cuda":
             member.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         yield member
-        dist.barrier()
         dist.destroy_process_group()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         where = member.where if member is not None else f"rank {rank} in 'starting'"
-        if member is not None and member.doing[0] not in WAITS:
+        if member is not None and (member.doing[0] not in WAITS or isinstance(error, ValueError)):
             raise
         raise RankError(f"runtime: {where}: {str(error).strip().splitlines()[0][:200]}") from None
 
@@ -338,4 +350,10 @@ def _local_world() -> int:
 
 def under_torchrun() -> bool:
     """Whether torchrun, or what speaks like it, has started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise InputError for a time-out that nothing could keep, or that is none."""
+    if not SHORTEST_S <= timeout_s <= LONGEST_S:
+        raise InputError(f"runtime: timeout_s={timeout_s:g} must be from {SHORTEST_S:g} to {LONGEST_S:g} seconds")

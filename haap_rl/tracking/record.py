@@ -90,8 +90,12 @@ def write_record(directory: Path, config: dict[str, Any], problem: Problem, resu
             (directory / name).unlink(missing_ok=True)
 
 
-def check_writable(directory: Path) -> None:
-    """Make `directory` if it is missing. Raises InputError where no file can be written into it."""
+def _value(key: str) -> str:
+    return f"{key}={'DIR' if key == 'out' else 'FILE'}"
+
+
+def check_writable(directory: Path, key: str = "out") -> None:
+    """Make `directory` if it is missing. Raises InputError, naming the key, where no file can be written into it."""
     probe = directory / f".writable.{os.getpid()}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -99,19 +103,19 @@ def check_writable(directory: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(
-            f"out={str(directory)!r}: cannot be written into ({error.strerror}); choose another out=DIR"
+            f"{key}={str(directory)!r}: cannot be written into ({error.strerror}); choose another {_value(key)}"
         ) from None
 
 
-def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+def write_files(directory: Path, files: Mapping[str, bytes], key: str = "out") -> None:
     """Write `files` (name -> content) into `directory`, made if missing.
 
     All are written under temporary names first and then renamed; where one cannot be written, none is and what was
-    there is untouched. Raises InputError then.
+    there is untouched. Raises InputError then, naming the key of the configuration that said where.
     """
     for name in files:
         if (directory / name).is_dir():
-            raise InputError(f"out={str(directory)!r}: {name} is a directory there; choose another out=DIR")
+            raise InputError(f"{key}={str(directory)!r}: {name} is a directory there; choose another {_value(key)}")
     temporary: list[tuple[Path, Path]] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -125,7 +129,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
         for path, _ in temporary:
             path.unlink(missing_ok=True)
         raise InputError(
-            f"out={str(directory)!r}: its files cannot be written ({error.strerror}); choose another out=DIR"
+            f"{key}={str(directory)!r}: its files cannot be written ({error.strerror}); choose another {_value(key)}"
         ) from None
 
 

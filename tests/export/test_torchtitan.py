@@ -11,6 +11,8 @@ from haap_rl.cost.estimator import Estimator
 from haap_rl.export.targets import export_plan
 from haap_rl.export.torchtitan import files, model_parts, read
 from haap_rl.problem.errors import InputError
+from haap_rl.problem.model import model_from_config
+from haap_rl.problem.presets import preset
 from tests.builders import plan, problem, stage
 from tests.export.plans import LLAMA, in_bf16, uniform_random, wide_problem
 
@@ -113,11 +115,15 @@ def test_a_single_stage_accumulates_gradients_and_shares_weights_by_its_zero_sta
 
 def test_layers_recomputed_and_a_known_model(monkeypatch):
     target, _ = sample()
-    known = replace(target, model=replace(target.model, name="llama3_8b"))
-    full = [stage(5, "fast", mode="full", recomputed=4), stage(5, "slow", mode="full", recomputed=4)]
+    known = replace(target, model=model_from_config(preset("model", "llama3_8b")))
+    full = [stage(17, "fast", mode="full", recomputed=16), stage(17, "slow", mode="full", recomputed=16)]
     text = files(known, plan(*full, m=16))["haap_plan.py"]
     assert "from torchtitan.models.llama3.config_registry import llama3_8b as base" in text
     assert executed(text, monkeypatch).activation_checkpoint == "full"
+    # of another size it is not torchtitan's, whose other layers would be dropped without a word
+    shorter = replace(known, model=replace(known.model, num_layers=16))
+    less = [stage(9, "fast", mode="full", recomputed=8), stage(9, "slow", mode="full", recomputed=8)]
+    assert "from haap_base import base" in files(shorter, plan(*less, m=16))["haap_plan.py"]
 
 
 def test_the_attention_core_alone_is_not_its_selective_mode_and_becomes_all_or_nothing():

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from unittest.mock import patch
 
@@ -74,6 +75,19 @@ def die_in_backward(member, victim, *arguments):
         right(self, microbatch)
 
     with patch.object(Worker, "_backward", backward):
+        return train(member, *arguments)
+
+
+def stop_itself(member, victim, moment_s, *arguments):
+    """A process that is stopped as a whole, some time after its first step."""
+    right = Worker.step
+
+    def step(self, batch):
+        if self.place.rank == victim and self.steps == 1:
+            threading.Timer(moment_s, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        return right(self, batch)
+
+    with patch.object(Worker, "step", step):
         return train(member, *arguments)
 
 

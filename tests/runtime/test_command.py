@@ -1,6 +1,7 @@
 """`python -m haap_rl.runtime`: what it writes, and one line for whatever is wrong."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -9,15 +10,19 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from haap_rl.problem.plan import Plan, Recompute, ReplicaGroup, Stage
 from haap_rl.problem.presets import load_problem
-from haap_rl.runtime.__main__ import main
+from haap_rl.runtime import training
+from haap_rl.runtime.__main__ import _checked, main
 from haap_rl.runtime.job import check_runs, tiny
+from haap_rl.runtime.training import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE = load_problem("gpt3_350m", "v100x4_t4x4", global_batch_size=8)
@@ -72,6 +77,34 @@ def test_a_plan_is_run_checked_kept_and_gone_on_with(plan_file, tmp_path, capsys
     assert again["predicted_iteration_time_s"] == pytest.approx(0.5 * result["predicted_iteration_time_s"])
 
 
+def test_what_is_not_finite_is_neither_right_nor_hidden():
+    nan = math.nan
+    weights = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    small = tiny(PROBLEM)
+    broken = Checkpoint(3, {"weights": {**weights, "b": torch.full((2,), nan)}})
+
+    def checked(losses, checkpoint):
+        result, lines = {}, []
+        with patch.object(training, "one_process", lambda *_: ([6.0, 5.0, 4.0], weights)):
+            return _checked(small, losses, checkpoint, None, result, lines), result["max_loss_difference"]
+
+    assert checked([6.0, 5.0, 4.0], Checkpoint(3, {"weights": weights})) == (0, 0.0)
+    assert checked([6.0, nan, 4.0], Checkpoint(3, {"weights": weights})) == (1, None)
+    assert checked([6.0, 5.0, 4.0], broken)[0] == 1
+
+
+def test_a_training_that_diverges_says_so_and_is_written(two_ranks, tmp_path, capsys):
+    kept, out = tmp_path / "training.pt", tmp_path / "out"
+    given = [f"plan={two_ranks}", *GIVEN, "steps=1", f"out={out}"]
+    assert main([*given, f"save={kept}"]) == 0
+    wild = torch.load(kept, weights_only=True)
+    wild["weights"]["layer.0.query"] *= 1e38
+    torch.save(wild, kept)
+    assert main([*given, f"load={kept}"]) == 1
+    assert "the loss of step 1 is not finite" in capsys.readouterr().out
+    assert json.loads((out / "runtime.json").read_text())["losses"] == [None]
+
+
 def test_the_plan_of_the_documentation_can_be_run():
     plan = WHOLE.load_plan(ROOT / "docs" / "runtime_plan.json")
     check_runs(tiny(WHOLE), plan)
@@ -89,6 +122,15 @@ def test_the_plan_of_the_documentation_can_be_run():
         (["port=70000"], "port=70000"),
         (["load=/nowhere/none.pt"], "No such file"),
         (["processes=1000"], "use at most 128"),
+        (["dtype=[1]"], "dtype=[1] is not one of"),
+        (["timeout_s=1e30"], "must be from 1 to 1e+06 seconds"),
+        (["device=imposed", "time_scale=1000"], "would take for a hang; lower time_scale"),
+        (["device=dilated", "dilation=1e14"], "dilation=1e+14 must be at most"),
+        (["save=''"], "save='' must be the name of a file"),
+        (["save=/"], "save='/' must be the name of a file"),
+        (["save=/proc/x/y"], "save='/proc/x'"),
+        (["then=[a]"], "must be the name of a file"),
+        (["every=nan"], "every=nan"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(plan_file, tmp_path, capsys, arguments, words):
@@ -112,7 +154,7 @@ def test_a_port_in_use_and_a_checkpoint_cut_short_are_one_line(plan_file, tmp_pa
     broken = tmp_path / "training.pt"
     broken.write_bytes(b"PK\x03\x04 and no more")
     assert main([f"plan={plan_file}", *GIVEN, f"load={broken}", f"out={tmp_path / 'out'}"]) == 2
-    assert "it is cut short or no checkpoint" in capsys.readouterr().err
+    assert "it is cut short, damaged or no checkpoint" in capsys.readouterr().err
 
 
 def children(pid):
@@ -173,12 +215,12 @@ def handlers():
 def test_under_torchrun(two_ranks, tmp_path, handlers):
     """By the agent that the command `torchrun` starts, with processes that have torch loaded already."""
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="one", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        min_nodes=1, max_nodes=1, nproc_per_node=3, run_id="one", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         start_method="forkserver", logs_specs=DefaultLogsSpecs(str(tmp_path / "logs"), Std.ALL),
     )  # fmt: skip
     out = tmp_path / "out"
     arguments = [f"plan={two_ranks}", *GIVEN, "steps=1", "timeout_s=30", "check=true", f"out={out}"]
-    assert elastic_launch(config, main)(arguments) == {0: 0, 1: 0}
+    assert elastic_launch(config, main)(arguments) == {0: 0, 1: 0, 2: 0}  # one is not needed
     printed = "".join(path.read_text() for path in tmp_path.glob("logs/**/stdout.log"))
     assert printed.count("losses differ by at most") == 1
     assert json.loads((out / "runtime.json").read_text())["ranks"] == 2

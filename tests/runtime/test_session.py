@@ -4,17 +4,20 @@ import multiprocessing
 import os
 import socket
 import time
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 
 from haap_rl.problem.errors import InputError
+from haap_rl.runtime import session as session_module
 from haap_rl.runtime.session import RankError, Session
 from haap_rl.runtime.training import train
 from tests.runtime import planted
-from tests.runtime.plans import GPT, PLANS, job, problem
+from tests.runtime.plans import GPT, PLANS, job, plan, problem, stage
 
 JOB = job(problem(GPT))
+TP_2 = plan(stage(6, ("a", 2, 1, 6)))
 
 
 def is_running(pid):
@@ -49,6 +52,31 @@ def test_a_rank_that_hangs_is_named_not_those_that_wait_for_it():
         with pytest.raises(RankError, match=r"rank 1 \(stage 1\) in 'forward' of micro-batch 0: nothing for 3 s"):
             session.call(planted.hang_in_forward, 1, JOB, PLANS["three stages"], 2)
     assert all_gone(pids)
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.013])
+def test_a_tensor_parallel_peer_that_stops_is_named_wherever_it_stopped(moment_s):
+    named = pytest.raises(RankError, match=r"rank 1 \(stage 0\) in .*: nothing for 4 s")
+    with Session(2, timeout_s=4.0) as session, named:
+        session.call(planted.stop_itself, 1, moment_s, JOB, TP_2, 200)
+
+
+def test_a_tensor_parallel_peer_that_dies_is_named_also_where_another_speaks_first(monkeypatch):
+    slow = connection.wait
+    monkeypatch.setattr(session_module.connection, "wait", lambda *given: (time.sleep(0.5), slow(*given))[1])
+    with Session(2, timeout_s=20.0) as session, pytest.raises(RankError, match=r"rank 1 .* by signal SIGKILL"):
+        session.call(planted.die_in_backward, 1, JOB, TP_2, 2)
+
+
+def test_a_port_is_free_again_when_a_session_is_over():
+    with Session(1) as first:
+        port = first._store.port
+    with Session(1, port=port) as second:
+        assert second.call(divide_not) == [1]
+
+
+def divide_not(member):
+    return member.world_size
 
 
 def test_an_error_of_our_own_is_reported_whole():

@@ -1,5 +1,7 @@
 """A training that loses a rank goes on under another plan, and its losses are those of one process."""
 
+import socket
+
 import pytest
 
 from haap_rl.runtime import survival
@@ -15,8 +17,8 @@ THREE = PLANS["three stages"]
 TWO = plan(stage(3, ("a", 1, 1, 6)), stage(3, ("b", 1, 1, 6)))  # the device of the middle stage is gone
 
 
-def pieces(plans, every=1, steps=4):
-    return train_in_pieces(JOB, plans, (NATIVE, NATIVE), steps, every, None, "cpu", 0, 20.0)
+def pieces(plans, every=1, steps=4, port=0):
+    return train_in_pieces(JOB, plans, (NATIVE, NATIVE), steps, every, None, "cpu", port, 20.0)
 
 
 @pytest.fixture
@@ -25,7 +27,10 @@ def one_dies(monkeypatch):
 
 
 def test_another_plan_goes_on_from_the_last_checkpoint(one_dies):
-    survived = pieces((THREE, TWO))
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        port = some.getsockname()[1]
+    survived = pieces((THREE, TWO), port=port)
     assert "rank 1 (stage 1) in 'backward' of micro-batch 1" in survived.why
     assert survived.plan == TWO
     losses = [*survived.before, *survived.found[0].report.losses]

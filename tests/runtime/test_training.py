@@ -1,5 +1,7 @@
 """Any plan trains as one process does, and a bug in any of its sums is seen."""
 
+import math
+import pickle
 from dataclasses import replace
 from functools import cache
 
@@ -124,6 +126,26 @@ def test_a_checkpoint_is_read_as_it_was_written_and_refused_elsewhere(ranks, tmp
         load_checkpoint(path, JOBS["float64"])
     with pytest.raises(InputError, match="dtype=float32"):
         load_checkpoint(path, replace(JOBS["float32"], dtype="float64"))
+    changed = bytearray(content)
+    changed[content.index(b"layer.3.query") + 200] ^= 1
+    for damaged in (bytes(changed), pickle.dumps({"step": 1}), b""):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match="damaged"):
+            load_checkpoint(path, JOBS["float32"])
+    other = replace(JOBS["float32"], model=replace(JOBS["float32"].model, name="another"))
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"it is of 'tiny_gpt', another model or size than 'another'"):
+        load_checkpoint(path, other)
+    for key, value, words in (("step", 10**20, "step=1000"), ("weights", {"embedding.tokens": 3}, "have shape None")):
+        torch.save({**torch.load(path, weights_only=True), key: value}, path)
+        with pytest.raises(InputError, match=words):
+            load_checkpoint(path, JOBS["float32"])
+        path.write_bytes(content)
+    broken = torch.load(path, weights_only=True)
+    broken["first_moment"]["embedding.tokens"][0] = math.inf
+    torch.save(broken, path)
+    with pytest.raises(InputError, match=r"first_moment of 'embedding.tokens' are not finite"):
+        load_checkpoint(path, JOBS["float32"])
     for cut in (0, 10, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:cut])
         with pytest.raises(InputError, match="cut short"):
