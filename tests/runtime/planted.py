@@ -78,13 +78,13 @@ def die_in_backward(member, victim, *arguments):
         return train(member, *arguments)
 
 
-def stop_itself(member, victim, moment_s, *arguments):
-    """A process that is stopped as a whole, some time after its first step."""
+def stop_itself(member, victim, *arguments):
+    """A process that is stopped as a whole, somewhere in its second step."""
     right = Worker.step
 
     def step(self, batch):
         if self.place.rank == victim and self.steps == 1:
-            threading.Timer(moment_s, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            threading.Timer(0.013, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         return right(self, batch)
 
     with patch.object(Worker, "step", step):
