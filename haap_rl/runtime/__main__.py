@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from haap_rl.problem.plan import Plan, Problem
 if TYPE_CHECKING:
     from haap_rl.cost.estimate import Estimate
     from haap_rl.cost.estimator import Estimator
-    from haap_rl.runtime.compare import Measured, Row
     from haap_rl.runtime.device import Pacing
     from haap_rl.runtime.executor import Held
     from haap_rl.runtime.job import Job
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 SIZES = ("tiny", "full")
 MOST_DILATED = 1e6
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-HELD = ("weights", "gradients", "optimiser", "activations")  # the parts of a Held
 KEYS = (
     "model", "cluster", "problem", "estimator", "plan", "steps", "check", "size", "dtype", "seed", "pacing",
     "time_scale", "dilation", "processes", "port", "timeout_s", "load", "save", "then", "every", "out",
@@ -49,6 +46,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     from haap_rl.runtime.checkpoint import load_checkpoint
     from haap_rl.runtime.compare import expected_held
     from haap_rl.runtime.session import under_torchrun
+    from haap_rl.runtime.survival import Survived
     from haap_rl.tracking.record import check_writable
 
     check_keys("configuration", config, KEYS)
@@ -68,22 +66,20 @@ def run(config: dict[str, Any], directory: Path) -> int:
         check_writable(directory)
         if save is not None:
             check_writable(save.parent, "save")
-    lost = ""
     try:
         if then is not None:
-            survived = _survived(config, problem, estimator, job, (plan, problem.load_plan(then)), steps, begin)
-            found, plan, before, lost = survived.found, survived.plan, survived.before, survived.why
-            if lost:
-                print(f"{lost}; {then} goes on from the checkpoint", flush=True)
+            outcome = _survived(config, problem, estimator, job, (plan, problem.load_plan(then)), steps, begin)
+            if outcome.why:
+                print(f"{outcome.why}; {then} goes on from the checkpoint", flush=True)
         else:
-            found, before = _trained(config, job, plan, steps, pacing, begin), []
+            outcome = Survived(_trained(config, job, plan, steps, pacing, begin), plan, begin, [], "")
     except KeyboardInterrupt:
         print("haap_rl: interrupted; all ranks were ended", file=sys.stderr)
         return 130
     if not first:
         return 0
-    memory = expected_held(problem, job, plan)
-    return _told(config, directory, job, plan, estimator(plan), memory, check, begin, found, before, lost)
+    memory = expected_held(problem, job, outcome.plan)
+    return _told(config, directory, job, estimator(outcome.plan), memory, check, begin, outcome)
 
 
 def _path(config: dict[str, Any], key: str) -> Path | None:
@@ -228,29 +224,25 @@ def _told(
     config: dict[str, Any],
     directory: Path,
     job: Job,
-    plan: Plan,
     cost: Estimate,
     memory: Sequence[Sequence[Held]],
     check: bool,
     begin: Checkpoint | None,
-    found: Sequence[Trained],
-    before: Sequence[float],
-    lost: str,
+    outcome: Survived,
 ) -> int:
-    """Compare, print and write; the exit status: 1 too where a loss is not finite.
-
-    before: losses of steps that an earlier plan or piece trained. lost: what happened to a rank, if one was lost.
-    """
+    """Compare, print and write; the exit status: 1 too where a loss is not finite. cost, memory: what was predicted."""
     from rich.console import Console
 
     from haap_rl.runtime.checkpoint import checkpoint_bytes
     from haap_rl.runtime.compare import chrome_trace, expected_in_flight, fullest, measure, rows
     from haap_rl.runtime.device import MOST_OVERRUN
+    from haap_rl.runtime.results import against_one_process, closing_lines, finite_or_none, memory_table, time_table
     from haap_rl.tracking.record import to_json_text, write_files
 
-    reports = [trained.report for trained in found if trained.report is not None]
-    checkpoint = found[0].checkpoint
-    losses = (*before, *reports[0].losses)
+    plan, lost = outcome.plan, outcome.why
+    reports = [trained.report for trained in outcome.found if trained.report is not None]
+    checkpoint = outcome.found[0].checkpoint
+    losses = (*outcome.before, *reports[0].losses)
     seen = measure(reports, plan.num_microbatches)
     scale = float(config["time_scale"]) if config["pacing"] == "imposed" else 1.0
     table = rows(cost, seen, scale)
@@ -262,7 +254,7 @@ def _told(
         "device": config["pacing"],
         "ranks": len(reports),
         "machine_load": os.getloadavg()[0],
-        "losses": [_number(loss) for loss in losses],
+        "losses": list(map(finite_or_none, losses)),
         "lost_rank": lost or None,
         "plan": config["then"] if lost else config["plan"],
         "predicted_iteration_time_s": scale * cost.iteration_s,
@@ -285,14 +277,21 @@ def _told(
     console = Console(width=None if sys.stdout.isatty() else 120)
     lines: list[str] = []
     if check and checkpoint is not None:
-        status = max(status, _checked(job, losses, checkpoint, begin, result, lines))
+        against = against_one_process(job, losses, checkpoint, begin)
+        status = status if against.good else 1
+        lines.append(against.line())
+        result.update(
+            one_process_losses=list(map(finite_or_none, against.losses)),
+            max_loss_difference=finite_or_none(against.apart),
+            max_weight_difference=finite_or_none(against.weights_apart),
+        )
     if not finite:
         step = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
         lines.append(f"the loss of step {step + 1} is not finite: the training has diverged")
     comparable = config["pacing"] == "imposed" or config["size"] == "full"
-    console.print(_table(table, config["pacing"], comparable))
-    console.print(_memory_table(held))
-    lines += _lines(seen, losses, result, comparable)
+    console.print(time_table(table, config["pacing"], comparable))
+    console.print(memory_table(held))
+    lines += closing_lines(seen, losses, result, comparable)
     if seen.in_flight != expected:
         lines.append(f"in flight {seen.in_flight}, the memory model has {expected}")
     if seen.overrun_share > MOST_OVERRUN:
@@ -313,95 +312,6 @@ def _told(
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     return status
-
-
-def _checked(
-    job: Job,
-    losses: Sequence[float],
-    checkpoint: Checkpoint,
-    begin: Checkpoint | None,
-    result: dict[str, Any],
-    lines: list[str],
-) -> int:
-    """Train the same in one process, and say how far apart the two are; 1 where that is too far."""
-    from haap_rl.runtime.training import WITHIN, one_process
-
-    alone, weights = one_process(job, len(losses), begin)
-    apart = _largest(a - b for a, b in zip(losses, alone, strict=True))
-    trained = checkpoint.state["weights"]
-    weights_apart = _largest(float((trained[name] - weight).abs().max()) for name, weight in weights.items())
-    result.update(
-        one_process_losses=[_number(loss) for loss in alone],
-        max_loss_difference=_number(apart),
-        max_weight_difference=_number(weights_apart),
-    )
-    good = apart <= WITHIN[job.dtype].loss and weights_apart <= WITHIN[job.dtype].weight
-    lines.append(
-        f"against one process, {len(losses)} steps: losses differ by at most {apart:.1e}, weights by "
-        f"{weights_apart:.1e}" + ("" if good else "; that is too much, the plan is NOT trained right")
-    )
-    return 0 if good else 1
-
-
-def _largest(differences: Iterable[float]) -> float:
-    """The largest absolute value; not a number if one of them is none."""
-    values = [abs(difference) for difference in differences]
-    return max(values) if all(map(math.isfinite, values)) else math.nan
-
-
-def _number(value: float) -> float | None:
-    """As JSON has it, which knows no infinite numbers."""
-    return value if math.isfinite(value) else None
-
-
-def _table(table: Sequence[Row], mode: str, comparable: bool) -> Any:
-    shown_table = _columns(f"ms per micro-batch (sync, optimiser: per step), {mode}")
-    for row in table:
-        measured = "-" if row.measured_s is None else f"{1e3 * row.measured_s:.2f}"
-        error = _error(row.predicted_s, row.measured_s) if comparable else "-"
-        shown_table.add_row(str(row.stage), row.part, f"{1e3 * row.predicted_s:.2f}", measured, error)
-    return shown_table
-
-
-def _memory_table(held: Sequence[tuple[Held, Held]]) -> Any:
-    largest = max(max(*predicted, *measured) for predicted, measured in held)
-    unit, size = next((name, size) for name, size in UNITS if largest >= size or size == 1)
-    shown_table = _columns(f"{unit} on the fullest device, job as run")
-    for stage, (predicted, measured) in enumerate(held):
-        for part, expected, seen in zip(HELD, predicted, measured, strict=True):
-            row = (f"{expected / size:.2f}", f"{seen / size:.2f}", _error(expected, seen))
-            shown_table.add_row(str(stage), part, *row)
-    return shown_table
-
-
-def _columns(title: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title)
-    for name in ("stage", "part", "predicted", "measured", "error"):
-        table.add_column(name, justify="left" if name == "part" else "right")
-    return table
-
-
-def _error(predicted: float, measured: float | None) -> str:
-    return f"{predicted / measured - 1:+.1%}" if predicted and measured else "-"
-
-
-def _lines(seen: Measured, losses: Sequence[float], result: dict[str, Any], comparable: bool) -> list[str]:
-    predicted = result["predicted_iteration_time_s"]
-    error = f" ({result['error']:+.1%})" if comparable else ""
-    lines = [
-        f"iteration: predicted {predicted:.4f} s, measured {seen.iteration_s:.4f} s{error}; by the schedule from "
-        f"measured times {seen.replayed_s:.4f} s ({seen.replay_error:+.1%})",
-        f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; overrun {seen.overrun_share:.1%}; load of the "
-        f"machine {result['machine_load']:.1f}",
-    ]
-    if not comparable:
-        lines.append(
-            "predicted times are the model's on the plan's cluster, measured those of the tiny one here; "
-            "device=imposed compares the two"
-        )
-    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

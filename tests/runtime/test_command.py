@@ -19,9 +19,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from haap_rl.problem.plan import Plan, Recompute, ReplicaGroup, Stage
 from haap_rl.problem.presets import load_problem
-from haap_rl.runtime import training
-from haap_rl.runtime.__main__ import _checked, main
+from haap_rl.runtime import results
+from haap_rl.runtime.__main__ import main
 from haap_rl.runtime.job import check_runs, tiny
+from haap_rl.runtime.results import against_one_process, finite_or_none
 from haap_rl.runtime.training import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,14 +84,16 @@ def test_what_is_not_finite_is_neither_right_nor_hidden():
     small = tiny(PROBLEM)
     broken = Checkpoint(3, {"weights": {**weights, "b": torch.full((2,), nan)}})
 
-    def checked(losses, checkpoint):
-        result, lines = {}, []
-        with patch.object(training, "one_process", lambda *_: ([6.0, 5.0, 4.0], weights)):
-            return _checked(small, losses, checkpoint, None, result, lines), result["max_loss_difference"]
+    def against(losses, checkpoint):
+        with patch.object(results, "one_process", lambda *_: ([6.0, 5.0, 4.0], weights)):
+            return against_one_process(small, losses, checkpoint, None)
 
-    assert checked([6.0, 5.0, 4.0], Checkpoint(3, {"weights": weights})) == (0, 0.0)
-    assert checked([6.0, nan, 4.0], Checkpoint(3, {"weights": weights})) == (1, None)
-    assert checked([6.0, 5.0, 4.0], broken)[0] == 1
+    assert against([6.0, 5.0, 4.0], Checkpoint(3, {"weights": weights})) == ((6.0, 5.0, 4.0), 0.0, 0.0, True)
+    for losses, checkpoint in (([6.0, nan, 4.0], Checkpoint(3, {"weights": weights})), ([6.0, 5.0, 4.0], broken)):
+        found = against(losses, checkpoint)
+        assert not found.good
+        assert "NOT trained right" in found.line()
+        assert None in (finite_or_none(found.apart), finite_or_none(found.weights_apart))
 
 
 def test_a_training_that_diverges_says_so_and_is_written(two_ranks, tmp_path, capsys):
