@@ -11,8 +11,10 @@ one process per device, with the times of units and links imposed (`haap_rl.runt
 order, routes, waiting, tensor-parallel collectives, gradient sums, overhead. Every plan's losses are compared with
 those of one process.
 
-Tensor-parallel units are profiled with their collectives, in place, under pacing. Every plan that was run is a file
-under out/runs/, so the same command goes on where it was stopped.
+Tensor-parallel units are profiled with their collectives, in place, under pacing. A plan whose steps differ by more
+than 5 %, or of whose operations more than 2 % overran, was disturbed by something else on the machine: it is run again,
+and the calmest of three runs counts. Every plan that was run is a file under out/runs/, so the same command goes on
+where it was stopped.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ OTHERS, WITHIN = 5, 2.0  # further plans, none predicted to be so many times as 
 DRAWN = 400
 UNIFORM = {"uniform": "all", "uniform, one kind": "part"}  # plan -> devices of Megatron-LM's grid
 APART = 0.02  # predictions that are nearer to each other order no pair
-STEPS, QUICK_STEPS = 5, 3  # the first only warms up
+STEPS, QUICK_STEPS = 5, 4  # the first only warms up
+CALM, TRIES = 0.05, 3  # steps of one plan differ by less, unless something else ran meanwhile; then it is run again
 REPEATS, QUICK_REPEATS = 8, 4
 OPTIONS = {"out": None, "quick": False}
 
@@ -95,6 +98,7 @@ class Run(NamedTuple):
     loss_difference: float
     reports: tuple[Report, ...]
     memory: tuple[tuple[Held, ...], ...]  # predicted, per stage and replica group
+    tries: int  # runs, of which the calmest counts
 
     @property
     def error(self) -> float:
@@ -198,7 +202,22 @@ def plans_to_run(problem: Problem, profile: Profile) -> dict[str, Plan]:
 def run_plan(
     session: Session, job: Job, plan: Plan, pacing: Pacing, steps: int, alone: Sequence[float]
 ) -> dict[str, Any]:
-    """What came of a plan that was run, as JSON data."""
+    """What came of a plan that was run, as JSON data: of the calmest of TRIES runs, if no earlier one was calm."""
+    tries: list[dict[str, Any]] = []
+    while len(tries) < TRIES and not (tries and _disturbance(tries[-1]) <= (0.0, CALM)):
+        tries.append(_run_once(session, job, plan, pacing, steps, alone))
+    return {**min(tries, key=_disturbance), "tries": len(tries)}
+
+
+def _disturbance(data: Mapping[str, Any]) -> tuple[float, float]:
+    """How far overruns are above what is allowed, and how much steps differ: of a calm run (0, less than CALM)."""
+    measured = data["measured"]
+    return max(0.0, measured["overrun_share"] - MOST_OVERRUN), measured["spread"]
+
+
+def _run_once(
+    session: Session, job: Job, plan: Plan, pacing: Pacing, steps: int, alone: Sequence[float]
+) -> dict[str, Any]:
     found = session.call(train, job, plan, steps, pacing)
     reports = [trained.report for trained in found if trained.report is not None]
     losses = reports[0].losses
@@ -229,7 +248,16 @@ def _run(name: str, plan: Plan, estimate: Estimate, memory: Sequence[Sequence[He
         )
         for report in data["reports"]
     )
-    return Run(name, plan, estimate, Measured(**measured), data["loss_difference"], reports, tuple(map(tuple, memory)))
+    return Run(
+        name,
+        plan,
+        estimate,
+        Measured(**measured),
+        data["loss_difference"],
+        reports,
+        tuple(map(tuple, memory)),
+        data["tries"],
+    )
 
 
 # ----------------------------------------------------------------------------------------------- what came of it
@@ -268,6 +296,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
             for run in runs
         ),
         "plans": len(runs),
+        "disturbed_runs": sum(run.tries - 1 for run in runs),
     }
 
 
@@ -295,6 +324,7 @@ def table_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "error_pct": 100 * run.error,
             "replay_error_pct": 100 * run.measured.replay_error,
             "spread_pct": 100 * run.measured.spread,
+            "tries": run.tries,
             "loss_difference": run.loss_difference,
             "in_flight": " ".join(map(str, run.measured.in_flight)),
             "memory_error_pct": " ".join(f"{100 * error:+.1f}" for error in run.memory_errors),
@@ -332,6 +362,11 @@ def text(runs: Sequence[Run], figures: Mapping[str, Any]) -> str:
         f"{figures['worst_memory_error_pct']:.1f} %. As executed, ours is {figures['gain_over_uniform_pct']:.0f} % "
         f"faster than the faster uniform plan ({figures['predicted_gain_over_uniform_pct']:.0f} % predicted).",
     ]
+    if figures["disturbed_runs"]:
+        lines.append(
+            f"{figures['disturbed_runs']} runs in which steps differed by more than {CALM:.0%} or more than "
+            f"{MOST_OVERRUN:.0%} overran were made again; the calmest of a plan counts."
+        )
     if figures["overrun_share"] > MOST_OVERRUN:
         lines.append(
             f"{figures['overrun_share']:.1%} of some plan's operations overran: the machine was too busy for evidence."

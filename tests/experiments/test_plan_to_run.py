@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments import plan_to_run
 from experiments.plan_to_run import (
     SIZES,
     SLOWER,
@@ -56,7 +57,7 @@ def fake(name, predicted_s, measured_s, overrun=0.0, stages=2):
     estimate = SimpleNamespace(iteration_s=predicted_s)
     return SimpleNamespace(
         name=name, plan=plan, estimate=estimate, measured=measured, loss_difference=1e-7,
-        error=predicted_s / measured_s - 1, memory_errors=[-0.02, 0.06],
+        error=predicted_s / measured_s - 1, memory_errors=[-0.02, 0.06], tries=2,
     )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def test_the_figures_by_hand():
     assert found["predicted_gain_over_uniform_pct"] == pytest.approx(50)
     assert found["replay_error_pct"] == pytest.approx(1)
     assert found["overrun_share"] == 0.01
+    assert found["disturbed_runs"] == 4
     assert found["in_flight_as_predicted"]
 
 
@@ -86,6 +88,19 @@ def test_eight_different_plans_are_chosen_and_ours_is_predicted_to_be_the_fastes
     assert min(times) == times[0]
     for name in UNIFORM:
         assert len({(r.tp, r.dp, r.microbatch_size) for s in plans[name].stages for r in s.replicas}) == 1
+
+
+def test_of_disturbed_runs_the_calmest_counts(monkeypatch):
+    seen = iter([(0.2, 0), (0.06, 0), (0.04, 0), (0.01, 0), (0.2, 0), (0.06, 0), (0.1, 0), (0.01, 0.03), (0.03, 0.01)])
+
+    def once(*_):
+        spread, overrun_share = next(seen)
+        return {"measured": {"spread": spread, "overrun_share": overrun_share}}
+
+    monkeypatch.setattr(plan_to_run, "_run_once", once)
+    kept = [run_plan(None, None, None, None, 3, ()) for _ in range(4)]
+    found = [(run["measured"]["spread"], run["tries"]) for run in kept]
+    assert found == [(0.04, 3), (0.01, 1), (0.06, 3), (0.03, 2)]
 
 
 def test_a_plan_is_run_kept_as_json_and_drawn(tmp_path):
