@@ -206,13 +206,14 @@ def run_plan(
     tries: list[dict[str, Any]] = []
     while len(tries) < TRIES and not (tries and _disturbance(tries[-1]) <= (0.0, CALM)):
         tries.append(_run_once(session, job, plan, pacing, steps, alone))
-    return {**min(tries, key=_disturbance), "tries": len(tries)}
+    calmest = min(tries, key=_disturbance)
+    return {**calmest, "tries": len(tries)}
 
 
 def _disturbance(data: Mapping[str, Any]) -> tuple[float, float]:
     """How far overruns are above what is allowed, and how much steps differ: of a calm run (0, less than CALM)."""
     measured = data["measured"]
-    return max(0.0, measured["overrun_share"] - MOST_OVERRUN), measured["spread"]
+    return max(0.0, float(measured["overrun_share"]) - MOST_OVERRUN), float(measured["spread"])
 
 
 def _run_once(
