@@ -68,7 +68,9 @@ def run(config: dict[str, Any], directory: Path) -> int:
             check_writable(save.parent, "save")
     try:
         if then is not None:
-            outcome = _survived(config, problem, estimator, job, (plan, problem.load_plan(then)), steps, begin)
+            plans = plan, problem.load_plan(then)
+            pacings = pacing, _pacing(estimator, plans[1], config)
+            outcome = _survived(config, job, plans, pacings, steps, begin)
             if outcome.why:
                 print(f"{outcome.why}; {then} goes on from the checkpoint", flush=True)
         else:
@@ -141,15 +143,16 @@ def _trained(
     import torch
     import torch.distributed as dist
 
+    from haap_rl.runtime.job import check_ranks, num_ranks
     from haap_rl.runtime.session import Session, from_torchrun, under_torchrun
     from haap_rl.runtime.training import train
 
     timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
     told = Told(steps, begin)
     arguments = (job, plan, steps, pacing, begin, config["check"] or config["save"] is not None)
-    needed = sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
+    needed = num_ranks(plan)
     if under_torchrun():
-        _enough(needed, int(os.environ["WORLD_SIZE"]))
+        check_ranks(plan, int(os.environ["WORLD_SIZE"]))
         with from_torchrun(timeout_s, told) as member:
             mine = train(member, *arguments)
             found: list[Any] | None = [None] * needed if member.rank == 0 else None
@@ -158,7 +161,7 @@ def _trained(
         return found or []
     processes = needed if config["processes"] is None else config["processes"]
     processes = positive_int("runtime", "processes", processes)
-    _enough(needed, processes)
+    check_ranks(plan, processes)
     port = _port(config)
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "cpu"
     with Session(processes, kind, port, timeout_s, told) as session:
@@ -181,10 +184,9 @@ class Told:
 
 def _survived(
     config: dict[str, Any],
-    problem: Problem,
-    estimator: Estimator,
     job: Job,
     plans: tuple[Plan, Plan],
+    pacings: tuple[Pacing, Pacing],
     steps: int,
     begin: Checkpoint | None,
 ) -> Survived:
@@ -200,9 +202,8 @@ def _survived(
     check_runs(job, plans[1])
     every = positive_int("runtime", "every", config["every"])
     timeout_s = positive_float("runtime", "timeout_s", config["timeout_s"])
-    first, second = (_pacing(estimator, plan, config) for plan in plans)
     told = Told(steps, begin)
-    return train_in_pieces(job, plans, (first, second), steps, every, begin, "cpu", _port(config), timeout_s, told)
+    return train_in_pieces(job, plans, pacings, steps, every, begin, "cpu", _port(config), timeout_s, told)
 
 
 def _port(config: dict[str, Any]) -> int:
@@ -210,14 +211,6 @@ def _port(config: dict[str, Any]) -> int:
     if type(port) is not int or not 0 <= port < 2**16:
         raise InputError(f"runtime: port={shown(port)} must be a whole number from 0 to 65535; 0 takes a free one")
     return port
-
-
-def _enough(needed: int, processes: int) -> None:
-    if needed > processes:
-        raise InputError(
-            f"runtime: the plan needs {needed} ranks and there are processes={processes}; start more, or choose a "
-            "plan of fewer devices"
-        )
 
 
 def _told(

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from haap_rl.problem.errors import PlanError
+from haap_rl.problem.errors import InputError, PlanError
 from haap_rl.problem.model import Model
 from haap_rl.problem.plan import Plan, Problem
 
@@ -75,6 +75,20 @@ def tiny(problem: Problem, dtype: Dtype = "float32", seed: int = 0) -> Job:
         max_positions=length if model.learned_positions else model.max_positions,
     )
     return replace(full_size(problem, dtype, seed), model=narrow, seq_len=length)
+
+
+def num_ranks(plan: Plan) -> int:
+    """Processes that a plan needs."""
+    return sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
+
+
+def check_ranks(plan: Plan, processes: int) -> None:
+    """Raise InputError where there are fewer processes than a plan needs."""
+    if num_ranks(plan) > processes:
+        raise InputError(
+            f"runtime: the plan needs {num_ranks(plan)} ranks and there are processes={processes}; start more, or "
+            "choose a plan of fewer devices"
+        )
 
 
 def check_runs(job: Job, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from haap_rl.problem.plan import Plan
 from haap_rl.runtime.device import Pacing
-from haap_rl.runtime.job import Job
+from haap_rl.runtime.job import Job, num_ranks
 from haap_rl.runtime.session import OnStep, RankError, Session
 from haap_rl.runtime.training import Checkpoint, Trained, train
 
@@ -52,9 +52,8 @@ def train_in_pieces(
     losses: list[float] = []
     why = ""
     for plan, pacing in zip(plans, pacings, strict=True):
-        ranks = sum(replica.num_devices for stage in plan.stages for replica in stage.replicas)
         try:
-            with Session(ranks, kind, port, timeout_s, on_step) as session:
+            with Session(num_ranks(plan), kind, port, timeout_s, on_step) as session:
                 while True:
                     done = 0 if begin is None else begin.step - first_step
                     piece = min(every, steps - done)

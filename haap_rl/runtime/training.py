@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from haap_rl.problem.errors import InputError
 from haap_rl.problem.plan import Plan
 from haap_rl.runtime.device import NATIVE, Pacing
 from haap_rl.runtime.executor import Event, Report, State, Worker
-from haap_rl.runtime.job import Job, check_runs
+from haap_rl.runtime.job import Job, check_ranks, check_runs
 from haap_rl.runtime.layers import Embedding, Masks, TensorParallel, build_unit
 from haap_rl.runtime.routes import routes
 from haap_rl.runtime.session import Member
@@ -58,12 +57,8 @@ def train(
     world is too small, or the runtime does not do what the plan says.
     """
     check_runs(job, plan)
+    check_ranks(plan, member.world_size)
     ways = routes(plan, job.global_batch_size // plan.num_microbatches)
-    if ways.num_ranks > member.world_size:
-        raise InputError(
-            f"runtime: the plan needs {ways.num_ranks} ranks and there are {member.world_size}; start more processes "
-            "or choose a smaller plan"
-        )
     member.groups.prepare(ways)
     if member.rank >= ways.num_ranks:
         return Trained(None, None)

@@ -88,7 +88,7 @@ def divide(member):
 
 
 def test_a_plan_of_more_ranks_than_processes_is_one_line():
-    with Session(1) as session, pytest.raises(InputError, match="needs 3 ranks and there are 1"):
+    with Session(1) as session, pytest.raises(InputError, match="needs 3 ranks and there are processes=1"):
         session.call(train, JOB, PLANS["three stages"], 1)
 
 

@@ -175,7 +175,7 @@ def test_what_is_not_run_is_refused(chosen, words):
 
 def test_a_plan_of_more_ranks_than_there_are_is_refused(ranks):
     large = plan(stage(6, ("a", 1, 6, 1), ("b", 1, 6, 1)), m=1)
-    with pytest.raises(InputError, match="needs 12 ranks and there are 1"):
+    with pytest.raises(InputError, match="needs 12 ranks and there are processes=1"):
         train(_Alone(), JOBS["float32"], large, 1)
 
 
