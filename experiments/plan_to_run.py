@@ -449,8 +449,10 @@ def draw_errors(runs: Sequence[Run], path: Path) -> None:
     here.plot([low, high], [low, high], color="0.6", linewidth=0.8)
     for run in runs:
         x, y = run.estimate.iteration_s, run.measured.iteration_s
-        here.plot(x, y, "o", color="#f58518" if run.name in ("ours", *UNIFORM) else "#4c78a8", markersize=6)
-        here.annotate(run.name, (x, y), xytext=(6, -10), textcoords="offset points", fontsize=8)
+        searched = run.name in ("ours", *UNIFORM)
+        here.plot(x, y, "o", color="#f58518" if searched else "#4c78a8", markersize=6)
+        offset, side = ((-6, 4), "right") if searched else ((6, -9), "left")  # neighbours on either side of the line
+        here.annotate(run.name, (x, y), xytext=offset, textcoords="offset points", fontsize=8, ha=side)
     here.set_xlim(low, high)
     here.set_ylim(low, high)
     here.set_xlabel("predicted seconds per step")
